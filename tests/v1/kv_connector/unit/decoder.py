@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The real connector worker on a fake NIXL agent, driven step by step.
+
+Time is a number that the test moves, and handshakes run when the test says so:
+nothing here sleeps or depends on the scheduling of threads.
+"""
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from fake_nixl import FakeNixl
+from worker_factory import make_connector
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
+    NixlAgentMetadata,
+    NixlConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import HeartbeatInfo
+
+
+class Clock:
+    """Stands in for the ``time`` module."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        """Return the time that the test has set, in seconds."""
+        return self.now
+
+
+class ManualExecutor:
+    """Runs submitted handshakes when told to, in the caller's thread."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[Future, Callable, tuple]] = []
+
+    def submit(self, fn: Callable, *args: Any) -> Future:
+        """Queue a call."""
+        future: Future = Future()
+        self.pending.append((future, fn, args))
+        return future
+
+    def run(self) -> None:
+        """Run everything that is queued."""
+        pending, self.pending = self.pending, []
+        for future, fn, args in pending:
+            try:
+                result = fn(*args)
+            except Exception as e:
+                future.set_exception(e)
+            else:
+                future.set_result(result)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Do nothing."""
+
+
+class Decoder:
+    """A decode worker and what its scheduler would see of it."""
+
+    def __init__(self, connector: Any, clock: Clock):
+        self.connector = connector
+        self.worker = connector.connector_worker
+        self.nixl: FakeNixl = self.worker.nixl_wrapper
+        self.clock = clock
+        self.handshakes = ManualExecutor()
+        self.worker._handshake_initiation_executor = self.handshakes
+        self.prefills: dict[str, list[str] | Exception] = {}
+        """Agents by engine id, or what a handshake with the engine raises."""
+        self.attempts: list[str] = []
+        """Engines of all handshakes that have run."""
+        self.finished: list[str] = []
+        self.failed: list[str] = []
+        self._metadata = NixlConnectorMetadata()
+
+    # -- The other side ---------------------------------------------------------
+
+    def serve_handshake(
+        self, worker: Any, host: str, port: int, tp_size: int, engine_id: str
+    ) -> Any:
+        """Do what the stock handshake does once it has a peer's answer."""
+        self.attempts.append(engine_id)
+        answer = self.prefills[engine_id]
+        if isinstance(answer, Exception):
+            raise answer
+        names = {}
+        for rank, agent in enumerate(answer):
+            if isinstance(agent, Exception):
+                raise agent
+            metadata = self.remote_metadata(engine_id, agent, len(answer))
+            names[(0, rank)] = worker.add_remote_agent(metadata, rank, len(answer), 1)
+        return names, 0.0
+
+    def remote_metadata(
+        self, engine_id: str, agent: str, tp_size: int
+    ) -> NixlAgentMetadata:
+        """Return what a prefill rank would answer: our own layout, split by TP."""
+        payload = self.worker.xfer_handshake_metadata
+        metadata = msgspec.msgpack.decode(
+            payload.agent_metadata_bytes, type=NixlAgentMetadata
+        )
+        metadata.engine_id = engine_id
+        metadata.agent_metadata = f"{agent}/{len(self.attempts)}".encode()
+        metadata.block_lens = [n // tp_size for n in metadata.block_lens]
+        metadata.block_strides = [n // tp_size for n in metadata.block_strides]
+        return metadata
+
+    # -- Our side -----------------------------------------------------------------
+
+    def connect(self, engine_id: str, *agents: str, port: int | None = None) -> None:
+        """Shake hands with an engine; its agent has its name unless named."""
+        self.prefills.setdefault(engine_id, list(agents) or [f"{engine_id}-agent"])
+        prefill = self.prefills[engine_id]
+        tp_size = len(prefill) if isinstance(prefill, list) else 1
+        port = port if port is not None else 5000 + len(self.prefills)
+        self.worker._ensure_handshake(engine_id, "p", port, tp_size)
+        self.handshakes.run()
+
+    def request(
+        self,
+        req_id: str,
+        engine_id: str,
+        blocks: tuple[int, ...] = (0, 1),
+        port: int = 6000,
+    ) -> None:
+        """Ask for a remote prefill's blocks in the next step."""
+        prefill = self.prefills.get(engine_id)
+        tp_size = len(prefill) if isinstance(prefill, list) else 1
+        self._metadata.add_new_req_to_recv(
+            req_id,
+            (list(blocks),),
+            {
+                "remote_block_ids": (list(blocks),),
+                "remote_engine_id": engine_id,
+                "remote_request_id": f"remote-{req_id}",
+                "remote_host": "p",
+                "remote_port": port,
+                "tp_size": tp_size,
+            },
+            local_num_computed_blocks=(0,),
+            awaiting_kvs=True,
+        )
+
+    def lease_heartbeat(self, engine_id: str, *req_ids: str) -> None:
+        """Let the scheduler's lease heartbeat go out in the next step."""
+        self._metadata.heartbeat_by_engine[engine_id] = HeartbeatInfo(
+            req_ids=set(req_ids), host="p", port=6000, tp_size=1
+        )
+
+    def step(self, seconds: float = 0.0) -> Any:
+        """Let time pass, then run one step; return its transfer results."""
+        self.clock.now += seconds
+        metadata, self._metadata = self._metadata, NixlConnectorMetadata()
+        self.worker.start_load_kv(metadata)
+        results = self.worker.get_transfer_results()
+        self.failed += sorted(results.failed_recving)
+        self.finished += sorted(results.finished_recving - results.failed_recving)
+        return results
+
+    def steps(self, duration: float, every: float = 0.1) -> None:
+        """Run steps for some time."""
+        for _ in range(round(duration / every)):
+            self.step(every)
+
+    @property
+    def connected(self) -> set[str]:
+        """Engines whose state is loaded."""
+        return set(self.worker._remote_agents)
+
+    def is_clean(self, engine_id: str) -> bool:
+        """Return whether nothing about an engine is left, but its back-off."""
+        worker = self.worker
+        per_engine = (
+            worker._remote_agents,
+            worker.dst_xfer_side_handles,
+            worker.kv_caches_base_addr,
+            worker.dst_num_blocks,
+            worker.tp_mappings,
+            worker._engine_clock_offset,
+            worker._engine_last_active,
+            worker._peers,
+            worker._peers.lost,
+        )
+        registered = {key[0] for key in worker.transfer_topo._engines}
+        return (
+            all(engine_id not in mapping for mapping in per_engine)
+            and engine_id not in worker._engine_by_address.values()
+            and engine_id not in registered
+        )
+
+
+def make_decoder(monkeypatch: Any, **extra: Any) -> Decoder:
+    """Build a decoder on a fake NIXL agent and a manual clock."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
+        base_worker,
+        pull_worker,
+    )
+
+    clock = Clock()
+    monkeypatch.setattr(base_worker, "NixlWrapper", FakeNixl)
+    monkeypatch.setattr(base_worker, "nixl_agent_config", None)
+    connector = make_connector("decoder", **extra)
+    for module in (base_worker, pull_worker, nixl_connector):
+        monkeypatch.setattr(module, "time", clock)
+    decoder = Decoder(connector, clock)
+
+    def nixl_handshake(
+        worker: Any, host: str, port: int, tp_size: int, engine_id: str, *_: Any
+    ) -> Any:
+        return decoder.serve_handshake(worker, host, port, tp_size, engine_id)
+
+    monkeypatch.setattr(
+        base_worker.NixlBaseConnectorWorker, "_nixl_handshake", nixl_handshake
+    )
+    # A peer with a history is probed by TCP first.
+    probe = SimpleNamespace(create_connection=lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(nixl_connector, "socket", probe)
+    monkeypatch.setattr(
+        nixl_connector.NixlConnectorWorker, "_start_monitor", lambda worker: None
+    )
+    return decoder
