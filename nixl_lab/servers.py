@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Real vLLM servers on a CPU: started, watched, killed, none left behind."""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import aiohttp
+import psutil
+
+Role = Literal["prefill", "decode"]
+
+HOST = "127.0.0.1"
+_KV_ROLES: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_SERVER_FLAGS = (
+    "--enforce-eager",
+    # Some virtual CPUs announce bfloat16 instructions that they then refuse.
+    "--dtype=float32",
+    "--block-size=128",
+    "--max-model-len=1024",
+    "--max-num-seqs=8",
+    "--no-enable-prefix-caching",
+)
+_SERVER_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+    "PYTHONUNBUFFERED": "1",
+}
+# Outside the range that Linux takes ports for outgoing connections from: else
+# one of them may hold the port of a killed server when its replacement starts.
+_PORTS = range(20000, 30000)
+_LOG_POLL_S = 0.02
+_READY_POLL_S = 0.25
+_KILL_TIMEOUT_S = 10.0
+_LOWEST_PRIORITY = 19
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+# The shell leads the server's process group. The kernel sends it SIGTERM when
+# this process dies, however that happens, and it then takes the group along.
+_GROUP_LEADER = 'trap "kill -KILL 0" TERM; "$@" & wait $!'
+
+
+class ServerError(RuntimeError):
+    """A server did not do what it was asked to do; the message says how to see why."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the servers of one deployment have in common.
+
+    Attributes:
+        model: Folder of the model to serve.
+        log_dir: Folder for one log file per server start.
+        stock: Leave the plugin out, so that vLLM's own connector runs.
+        interval: The connector's `peer_heartbeat_interval`; None for its default.
+        env: Further environment variables.
+        start_timeout: Seconds that a server may take until it is healthy.
+    """
+
+    model: Path
+    log_dir: Path
+    stock: bool = False
+    interval: float | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout: float = 600.0
+
+
+class VllmServer:
+    """One vLLM API server with its engine and worker, in a process group of its own.
+
+    Killed and started again it keeps its name and ports, as a replacement does.
+    """
+
+    def __init__(self, name: str, role: Role, options: ServerOptions) -> None:
+        self.name = name
+        self.role = role
+        self.options = options
+        self.port = free_port()
+        self.side_channel_port = free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self.starts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log_path(self) -> Path:
+        """The log of the latest start."""
+        return self.options.log_dir / f"{self.name}.{self.starts}.log"
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Starts the server; to be called in the main thread.
+
+        The kernel takes the end of the calling thread for the death of the parent.
+        """
+        if self.running:
+            raise ServerError(f"{self.name} is already running")
+        self.starts += 1
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _GROUP_LEADER, "sh", *self._command()],
+                env=self._environment(),
+                cwd=self.options.log_dir,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Not a session of its own: the kernel weighs nice values only
+                # between processes of one session.
+                process_group=0,
+                preexec_fn=_ask_for_sigterm_when_parent_dies,
+            )
+
+    async def wait_ready(self) -> None:
+        """Waits until the server is healthy, then settles its threads."""
+        deadline = time.monotonic() + self.options.start_timeout
+        async with aiohttp.ClientSession() as session:
+            while not await is_healthy(session, self.url):
+                if not self.running:
+                    raise ServerError(
+                        f"{self.name} ended while starting\n{self.log_tail()}"
+                    )
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"{self.name} is not healthy after"
+                        f" {self.options.start_timeout:.0f} s\n{self.log_tail()}"
+                    )
+                await asyncio.sleep(_READY_POLL_S)
+        for worker in self.workers():
+            _settle_threads(worker.pid)
+
+    def kill(self) -> None:
+        """Sends SIGKILL to every process of the server and waits until all are gone."""
+        if self._process is None:
+            return
+        members = list(self._members())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        _wait_until_ended(members)
+        self._process = None
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that hold the NIXL agents."""
+        found = []
+        for process in self._members():
+            with contextlib.suppress(psutil.Error):
+                if "VLLM::Worker" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def log_size(self) -> int:
+        """Where the log ends now: an offset for `wait_for_log`."""
+        return self.log_path.stat().st_size
+
+    async def wait_for_log(
+        self, pattern: str, offset: int = 0, timeout: float = 10.0
+    ) -> str | None:
+        """Returns the first matching log line after `offset`, None if none comes."""
+        deadline = time.monotonic() + timeout
+        while True:
+            lines = self.log_lines(pattern, offset)
+            if lines:
+                return lines[0]
+            if time.monotonic() > deadline:
+                return None
+            await asyncio.sleep(_LOG_POLL_S)
+
+    def log_lines(self, pattern: str, offset: int = 0) -> list[str]:
+        """The complete log lines after `offset` that match."""
+        with self.log_path.open("rb") as log:
+            log.seek(offset)
+            text = log.read().decode(errors="replace")
+        complete = text[: text.rfind("\n") + 1].splitlines()
+        return [line for line in complete if re.search(pattern, line)]
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The end of the log under a heading with its path, for error messages."""
+        if not self.log_path.exists():
+            return f"--- {self.name}: no log"
+        text = self.log_path.read_text(errors="replace")
+        return "\n".join([f"--- {self.log_path}", *text.splitlines()[-lines:]])
+
+    def _command(self) -> list[str]:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--host", HOST, "--port", str(self.port)]
+        command += ["--model", str(self.options.model), *_SERVER_FLAGS]
+        return [*command, "--kv-transfer-config", json.dumps(self._kv_transfer())]
+
+    def _kv_transfer(self) -> dict[str, object]:
+        extra: dict[str, object] = {"num_threads": 0}
+        if self.options.interval is not None and not self.options.stock:
+            extra["peer_heartbeat_interval"] = self.options.interval
+        return {
+            "kv_connector": "NixlConnector",
+            "kv_role": _KV_ROLES[self.role],
+            "kv_buffer_device": "cpu",
+            # A lost block fails its request: recomputing would hide the loss.
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": extra,
+        }
+
+    def _environment(self) -> dict[str, str]:
+        env = {**os.environ, **_SERVER_ENV, **self.options.env}
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
+        env.pop("VLLM_PLUGINS", None)
+        if self.options.stock:
+            env["VLLM_PLUGINS"] = ""
+        return env
+
+    def _members(self) -> Iterator[psutil.Process]:
+        if self._process is None:
+            return
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == self._process.pid:
+                    yield process
+
+
+class Deployment:
+    """Servers that live as long as its `async with` block, whatever ends it."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self.servers: dict[str, VllmServer] = {}
+
+    def add(self, name: str, role: Role) -> VllmServer:
+        """Adds a server, not yet started."""
+        self.servers[name] = VllmServer(name, role, self.options)
+        return self.servers[name]
+
+    @property
+    def prefills(self) -> list[VllmServer]:
+        return [s for s in self.servers.values() if s.role == "prefill"]
+
+    @property
+    def decoders(self) -> list[VllmServer]:
+        return [s for s in self.servers.values() if s.role == "decode"]
+
+    async def start_all(self) -> None:
+        """Starts all servers at once and waits until each is ready."""
+        for server in self.servers.values():
+            server.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in self.servers.values():
+                    group.create_task(server.wait_ready())
+        except* ServerError as failed:
+            error = failed.exceptions[0]
+        else:
+            return
+        raise error
+
+    async def __aenter__(self) -> Self:
+        self.options.log_dir.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for server in self.servers.values():
+            server.kill()
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on and no outgoing connection will take."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise ServerError("no free TCP port")
+
+
+async def is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    """Whether the server at `url` answers its health check."""
+    timeout = aiohttp.ClientTimeout(total=2)
+    try:
+        async with session.get(f"{url}/health", timeout=timeout) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _wait_until_ended(processes: list[psutil.Process]) -> None:
+    """Waits for processes that are not children of this one.
+
+    One that has ended may stay a zombie for as long as init does not collect it.
+    """
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                if time.monotonic() > deadline:
+                    raise ServerError(f"process {process.pid} survived SIGKILL")
+                time.sleep(_LOG_POLL_S)
+
+
+def _ask_for_sigterm_when_parent_dies() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _settle_threads(pid: int) -> None:
+    """Lets several workers share few cores.
+
+    vLLM pins the main thread and all NIXL threads to the last core, the same one
+    for every server, and NIXL's progress thread polls without a pause: without
+    this the servers starve each other.
+    """
+    cores = range(os.cpu_count() or 1)
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        tid = int(thread)
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(tid, cores)
+            if tid != pid:
+                os.setpriority(os.PRIO_PROCESS, tid, _LOWEST_PRIORITY)

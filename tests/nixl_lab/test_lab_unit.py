@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The lab's parts that need no vLLM server."""
+
+import asyncio
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from nixl_lab import demo, faults, model
+from nixl_lab.client import (
+    DECODE_HEADER,
+    PREFILL_HEADER,
+    Answer,
+    completion_body,
+    prefill_body,
+)
+from nixl_lab.lab import LabError
+from nixl_lab.proxy import Backend, Pool, Proxy
+from nixl_lab.scenarios import judge_dead_route, p95, release_line
+from nixl_lab.servers import Deployment, ServerError, ServerOptions, VllmServer
+
+HEALTH_INTERVAL = 0.02
+
+
+@dataclass
+class FakeInstance:
+    """A vLLM server in so far as the proxy sees it."""
+
+    name: str
+    status: int = 200
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    server: TestServer = field(init=False)
+
+    async def start(self, port: int | None = None) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/completions", self._completions)
+        self.server = TestServer(app, port=port)
+        await self.server.start_server()
+
+    @property
+    def backend(self) -> Backend:
+        return Backend(self.name, str(self.server.make_url("")).rstrip("/"))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        answer = {"by": self.name, "kv_transfer_params": {"held_by": self.name}}
+        return web.json_response(answer, status=self.status)
+
+
+@dataclass
+class Setup:
+    prefills: list[FakeInstance]
+    decoders: list[FakeInstance]
+    client: TestClient
+
+    async def ask(self, **headers: str) -> tuple[int, str, str]:
+        async with self.client.post(
+            "/v1/completions", json=completion_body("hello"), headers=headers
+        ) as answer:
+            await answer.read()
+            used = answer.headers
+            return answer.status, used[PREFILL_HEADER], used.get(DECODE_HEADER, "")
+
+    async def up(self) -> dict[str, bool]:
+        async with self.client.get("/health") as answer:
+            return await answer.json()
+
+
+@asynccontextmanager
+async def behind_proxy() -> AsyncIterator[Setup]:
+    prefills = [FakeInstance("p1"), FakeInstance("p2")]
+    decoders = [FakeInstance("d1"), FakeInstance("d2")]
+    for instance in prefills + decoders:
+        await instance.start()
+    proxy = Proxy(
+        [i.backend for i in prefills], [i.backend for i in decoders], HEALTH_INTERVAL
+    )
+    async with TestClient(TestServer(proxy.application())) as client:
+        yield Setup(prefills, decoders, client)
+    for instance in prefills + decoders:
+        await instance.server.close()
+
+
+def test_pool_takes_turns_and_leaves_out_what_is_down() -> None:
+    one, two, three = (Backend(name, "") for name in "abc")
+    pool = Pool("prefill", [one, two, three])
+    assert [next(pool.candidates()).name for _ in range(4)] == ["a", "b", "c", "a"]
+    two.up = False
+    assert [b.name for b in pool.candidates()] == ["c", "a"]
+    assert [b.name for b in pool.candidates(pinned="b")] == ["b"]
+    assert list(pool.candidates(pinned="z")) == []
+
+
+async def test_proxy_prefills_then_decodes() -> None:
+    async with behind_proxy() as setup:
+        assert await setup.ask() == (200, "p1", "d1")
+        assert await setup.ask() == (200, "p2", "d2")
+        assert await setup.ask() == (200, "p1", "d1")
+        prefill, decode = setup.prefills[0].bodies[0], setup.decoders[0].bodies[0]
+        assert prefill["max_tokens"] == 1
+        assert prefill["kv_transfer_params"]["do_remote_decode"] is True
+        assert decode["max_tokens"] == completion_body("hello")["max_tokens"]
+        assert decode["kv_transfer_params"] == {"held_by": "p1"}
+
+
+async def test_proxy_lets_the_client_choose() -> None:
+    async with behind_proxy() as setup:
+        pinned = {PREFILL_HEADER: "p2", DECODE_HEADER: "d1"}
+        for _ in range(3):
+            assert await setup.ask(**pinned) == (200, "p2", "d1")
+
+
+async def test_proxy_takes_a_dead_instance_out_and_back_in() -> None:
+    async with behind_proxy() as setup:
+        dead = setup.prefills[0]
+        port = dead.server.port
+        await dead.server.close()
+        assert [(await setup.ask())[:2] for _ in range(4)] == [(200, "p2")] * 4
+        assert (await setup.up())["p1"] is False
+
+        await dead.start(port)
+        async with asyncio.timeout(5):
+            while not (await setup.up())["p1"]:
+                await asyncio.sleep(HEALTH_INTERVAL)
+        assert {(await setup.ask())[1] for _ in range(2)} == {"p1", "p2"}
+
+
+async def test_proxy_answers_503_when_nothing_is_left() -> None:
+    async with behind_proxy() as setup:
+        for instance in setup.decoders:
+            await instance.server.close()
+        status, prefill, _ = await setup.ask()
+        assert (status, prefill) == (503, "p1")
+
+
+async def test_proxy_passes_an_instance_s_own_error_on() -> None:
+    async with behind_proxy() as setup:
+        setup.decoders[0].status = 500
+        assert await setup.ask() == (500, "p1", "d1")
+        assert (await setup.up())["d1"] is True
+
+
+def test_prefill_body_is_not_streamed() -> None:
+    body = {**completion_body("x"), "stream": True, "stream_options": {}}
+    assert not {"stream", "stream_options"} & prefill_body(body).keys()
+
+
+def test_model_is_small_and_the_same_every_time(tmp_path: Path) -> None:
+    first = model.ensure_model(tmp_path / "first")
+    second = model.ensure_model(tmp_path / "second")
+    assert _digests(first) == _digests(second)
+    assert sum(f.stat().st_size for f in first.iterdir()) < 1_000_000
+
+
+def test_model_is_made_once_and_again_after_an_interruption(tmp_path: Path) -> None:
+    folder = model.ensure_model(tmp_path)
+    made = (folder / "config.json").stat().st_mtime_ns
+    assert model.ensure_model(tmp_path) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == made
+
+    (folder / "complete").unlink()
+    (folder / "model.safetensors").unlink()
+    assert (model.ensure_model(tmp_path) / "model.safetensors").exists()
+    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
+
+
+def test_tokenizer_takes_any_text(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.ensure_model(tmp_path))
+    text = "two  blanks, an umlaut ü, a line\nand \N{SNOWMAN}"
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in folder.iterdir()
+    }
+
+
+class SleepingServer(VllmServer):
+    """A server of two processes that only sleep."""
+
+    def _command(self) -> list[str]:
+        program = (
+            "import subprocess as s; print('up', flush=True); s.run(['sleep','99'])"
+        )
+        return [sys.executable, "-c", program]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Any:
+    options = ServerOptions(tmp_path, tmp_path, start_timeout=0.5)
+    server = SleepingServer("sleeper", "prefill", options)
+    yield server
+    server.kill()
+
+
+async def test_kill_ends_the_whole_group(server: SleepingServer) -> None:
+    server.start()
+    assert await server.wait_for_log("up")
+    members = list(server._members())
+    assert len(members) >= 3
+    server.kill()
+    assert not server.running
+    assert not any(_alive(p) for p in members)
+
+
+async def test_logs_of_each_start_are_kept_apart(server: SleepingServer) -> None:
+    server.start()
+    assert await server.wait_for_log("up") == "up"
+    assert await server.wait_for_log("up", server.log_size(), timeout=0.05) is None
+    server.kill()
+    server.start()
+    assert server.log_path.name == "sleeper.2.log"
+    assert await server.wait_for_log("up") == "up"
+
+
+async def test_a_server_that_ends_while_starting_is_reported(
+    server: SleepingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        server, "_command", lambda: ["sh", "-c", "echo no luck; exit 3"]
+    )
+    server.start()
+    with pytest.raises(ServerError, match="(?s)ended while starting.*no luck"):
+        await server.wait_ready()
+
+
+async def test_a_server_that_never_gets_ready_is_reported(
+    server: SleepingServer,
+) -> None:
+    server.start()
+    with pytest.raises(ServerError, match="not healthy after"):
+        await server.wait_ready()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_server_outlives_the_process_that_started_it(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    program = textwrap.dedent(
+        f"""
+        import asyncio, signal, sys
+        from pathlib import Path
+        from nixl_lab import demo
+        from nixl_lab.servers import Deployment, ServerOptions, VllmServer
+
+        VllmServer._command = lambda self: ["sleep", "99"]
+        folder = Path({str(tmp_path)!r})
+
+        async def main():
+            demo.stop_on_sigterm()
+            async with Deployment(ServerOptions(folder, folder)) as deployment:
+                server = deployment.add("sleeper", "prefill")
+                server.start()
+                while len(list(server._members())) < 2:
+                    await asyncio.sleep(0.01)
+                print(*(p.pid for p in server._members()), flush=True)
+                await asyncio.sleep(99)
+
+        asyncio.run(main())
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        members = [psutil.Process(int(p)) for p in parent.stdout.readline().split()]
+        assert members
+        parent.send_signal(signum)
+        parent.wait(timeout=10)
+    deadline = time.monotonic() + 5
+    while any(_alive(p) for p in members) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(_alive(p) for p in members)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_stock_leaves_the_plugin_and_its_knob_out(tmp_path: Path) -> None:
+    ours = VllmServer("a", "decode", ServerOptions(tmp_path, tmp_path, interval=1.5))
+    stock = VllmServer(
+        "b", "decode", ServerOptions(tmp_path, tmp_path, interval=1.5, stock=True)
+    )
+    assert '"peer_heartbeat_interval": 1.5' in ours._command()[-1]
+    assert "peer_heartbeat_interval" not in stock._command()[-1]
+    assert "VLLM_PLUGINS" not in ours._environment()
+    assert stock._environment()["VLLM_PLUGINS"] == ""
+
+
+def test_reset_connection_or_a_reason_why_not() -> None:
+    reason = faults.why_no_resets()
+    assert reason is None or any(
+        word in reason for word in ("iproute2", "root", "CONFIG_INET_DIAG_DESTROY")
+    )
+
+
+def test_release_line() -> None:
+    assert release_line(1.234) == "released in 1.2 s"
+    assert release_line(None) == "never released within 20 s"
+
+
+def test_judge_dead_route_allows_one_slow_failure() -> None:
+    def failed(seconds: float) -> Answer:
+        return Answer("p", seconds, error="HTTP 500")
+
+    healthy = [Answer("p", 0.1, (1,)) for _ in range(40)]
+    slower = [Answer("p", 0.2, (1,)) for _ in range(40)]
+    quick = [failed(0.01)] * 20
+    assert "1.00x" in judge_dead_route([failed(5.0), *quick], healthy, healthy)
+    with pytest.raises(LabError, match="2 took 1 s or longer"):
+        judge_dead_route([failed(5.0), failed(5.0), *quick], healthy, healthy)
+    with pytest.raises(LabError, match="2.00x"):
+        judge_dead_route(quick, healthy, slower)
+    with pytest.raises(LabError, match="was answered"):
+        judge_dead_route([*quick, healthy[0]], healthy, healthy)
+
+
+def test_p95() -> None:
+    assert p95([float(n) for n in range(1, 101)]) == pytest.approx(95.95)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
+def test_demo_refuses_a_senseless_interval(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        demo.parse_args([f"--interval={text}"])
+    assert "not a positive number" in capsys.readouterr().err
+
+
+async def test_a_failed_start_ends_the_whole_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(server: VllmServer) -> list[str]:
+        return ["sleep", "99"] if server.name == "good" else ["false"]
+
+    monkeypatch.setattr(VllmServer, "_command", command)
+    with pytest.raises(ServerError, match="bad ended while starting"):
+        async with Deployment(ServerOptions(tmp_path, tmp_path)) as deployment:
+            good = deployment.add("good", "prefill")
+            deployment.add("bad", "decode")
+            await deployment.start_all()
+    assert not good.running
+
+
+def test_demo_fails_with_the_relevant_log_lines(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = "echo chatter; echo ERROR: no memory left; exit 1"
+    monkeypatch.setattr(VllmServer, "_command", lambda _: ["sh", "-c", script])
+    status = demo.main([f"--cache={tmp_path}", f"--keep-logs={tmp_path / 'logs'}"])
+    shown = capsys.readouterr()
+    assert status == 1
+    assert "FAILED  start prefill-1, prefill-2, decode-1" in shown.out
+    assert "ERROR: no memory left" in shown.out
+    assert "ended while starting" in shown.err
+    assert "released" not in shown.out
+
+
+def test_demo_says_why_it_skips_a_scenario(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(faults.shutil, "which", lambda _: None)
+    assert demo.main(["--scenario=flap"]) == 0
+    assert "skipped: the command ss is missing" in capsys.readouterr().out
