@@ -175,6 +175,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
     # peer, could keep the step out. So the step says that it waits.
     _step_waits = False
     _device_is_set = False
+    _is_shut_down = False
 
     @functools.cached_property
     def _peers(self) -> PeerTable:
@@ -230,7 +231,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         with self._nixl_lock:
             self._step_waits = False
             super().start_load_kv(metadata)
-            if metadata.reqs_to_send and self._monitor is None:
+            if metadata.reqs_to_send:
                 # Decoders are about to connect: their heartbeats must not pile
                 # up in NIXL's unbounded list while this engine idles.
                 self._start_monitor()
@@ -250,13 +251,18 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             return results
 
     def _send_due_heartbeats(self, now: float) -> None:
-        self._peers.sync(self._remote_agents, now)
+        self._sync_peers(now)
         sends = 0
         while sends < _MAX_SENDS_PER_STEP:
             engine_id = self._peers.take_due(now, self._engine_last_active)
             if engine_id is None:
                 break
             sends += self._send_heartbeat(engine_id)
+
+    def _sync_peers(self, now: float) -> None:
+        # The callback of a handshake moves its engine from one to the other.
+        with self._handshake_lock:
+            self._peers.sync(self._remote_agents, now, self._handshake_futures)
 
     def _send_heartbeat(self, engine_id: str) -> int:
         """Send one heartbeat to each agent of a peer; return the number of sends."""
@@ -306,7 +312,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         """Judge an error that a NIXL call for a peer has raised."""
         now = time.perf_counter()
         if engine_id in self._remote_agents and engine_id not in self._peers:
-            self._peers.sync(self._remote_agents, now)
+            self._sync_peers(now)
         kind = type(error).__name__
         if is_disconnect(error):
             evidence = f"{kind} from {source}"
@@ -348,7 +354,8 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         }
 
     def _engine_of_agent(self, agent_name: str) -> str | None:
-        for engine_id, agents in self._remote_agents.items():
+        # A copy: the handshake thread adds to it under its own lock only.
+        for engine_id, agents in list(self._remote_agents.items()):
             if agent_name in agents.values():
                 return engine_id
         return None
@@ -528,8 +535,19 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             )
         except Exception:
             with self._nixl_lock:
-                self._peers.handshake_failed(expected_engine_id, time.perf_counter())
+                now = time.perf_counter()
+                quarantine = self._peers.handshake_failed(expected_engine_id, now)
                 self._abandon_handshake(expected_engine_id)
+            logger.warning(
+                "NIXL peer quarantined: %s | Context: %s",
+                expected_engine_id,
+                {
+                    "engine_id": self.engine_id,
+                    "remote_engine_id": expected_engine_id,
+                    "remote_address": f"{host}:{port}",
+                    "refused_for_s": quarantine,
+                },
+            )
             raise
         with self._nixl_lock:
             now = time.perf_counter()
@@ -548,8 +566,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
                         "remote_agents": list(agents.values()),
                     },
                 )
-            if self._monitor is None:
-                self._start_monitor()
+            self._start_monitor()
         return result
 
     def add_remote_agent(self, *args: Any, **kwargs: Any) -> str:
@@ -578,7 +595,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         heartbeat would ever reach it, and its rkeys would stay loaded for good.
         """
         loaded, self._loading = self._loading, {}
-        if loaded and engine_id not in self._remote_agents:
+        if engine_id not in self._remote_agents:
             with self._handshake_lock:
                 self._remote_agents[engine_id] = loaded
             self._cleanup_remote_engine(engine_id, log_eviction=False)
@@ -637,6 +654,8 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
     # -- Off the main thread ---------------------------------------------------
 
     def _start_monitor(self) -> None:
+        if self._monitor is not None or self._is_shut_down:
+            return
         # Idle work may start an interval after the last step and then has
         # another one for the heartbeat: a few ticks each keep that promise.
         self._monitor = PeerMonitor(self, period=min(self._peers.interval / 4, 1.0))
@@ -645,14 +664,17 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
     def _monitor_tick(
         self, side_channel: SideChannel, stopping: threading.Event
     ) -> None:
-        """Question quiet peers; while no step runs, do the step's peer work.
-
-        Runs on the monitor's thread. Between two peers it gives the lock up, so
-        that a step never waits for more than one peer's work.
-        """
+        """While no step runs, do its peer work; then question quiet peers."""
+        if time.perf_counter() - self._last_step >= self._peers.interval:
+            self._do_idle_work(stopping)
         self._question_quiet_peers(side_channel)
-        if time.perf_counter() - self._last_step < self._peers.interval:
-            return
+
+    def _do_idle_work(self, stopping: threading.Event) -> None:
+        """Do a step's peer work on the monitor's thread.
+
+        Between two peers it gives the lock up, so that a step never waits for
+        more than one peer's work.
+        """
         if not self._device_is_set:
             # Unloading rkeys may unmap device memory; see `_nixl_handshake`.
             if not self.use_host_buffer:
@@ -672,7 +694,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
     def _do_idle_job(self) -> bool:
         """Do one peer's due work; return whether there was any."""
         now = time.perf_counter()
-        self._peers.sync(self._remote_agents, now)
+        self._sync_peers(now)
         engine_id = self._peers.take_due(now, self._engine_last_active)
         if engine_id is not None:
             self._send_heartbeat(engine_id)
@@ -705,6 +727,9 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         for answer in side_channel.answers(now):
             engine_id = answer.asked_engine_id
             with self._nixl_lock:
+                peer = self._peers.get(engine_id)
+                if peer is None or answer.asked_at < peer.connected_at:
+                    continue  # about a connection that is gone
                 if answer.engine_id == engine_id:
                     self._peers.heard(engine_id, now)
                 elif answer.engine_id is not None:
@@ -739,6 +764,8 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
 
     def shutdown(self) -> None:
         """Stop the monitor, then shut down as stock does."""
+        # A handshake that is still running must not start another one.
+        self._is_shut_down = True
         if self._monitor is not None and not self._monitor.stop():
             logger.warning("NIXL peer monitor is still inside a NIXL call")
         if not self._nixl_lock.acquire(timeout=_SHUTDOWN_LOCK_TIMEOUT_S):

@@ -76,7 +76,13 @@ class SideChannel:
         if engine_id in self._open or len(self._open) >= _MAX_OPEN_QUESTIONS:
             return False
         path = make_zmq_path("tcp", *address)
-        socket = make_zmq_socket(self._context, path, zmq.REQ, bind=False, linger=0)
+        try:
+            socket = make_zmq_socket(self._context, path, zmq.REQ, bind=False, linger=0)
+        except zmq.ZMQError as e:
+            # No file descriptors left, or a name that no longer resolves: neither
+            # says that the peer is gone, nor may it end the monitor's tick.
+            logger.debug("Side channel of %s: %s", engine_id, e)
+            return False
         self._open[engine_id] = now, socket
         socket.send(msgspec.msgpack.encode((GET_META_MSG, *rank)))
         return True
@@ -151,7 +157,10 @@ class PeerMonitor:
         """Stop the thread and wait up to a second; return whether it has ended."""
         self._stopping.set()
         atexit.unregister(self.stop)
-        if self._thread is not threading.current_thread() and self._thread.ident:
+        if self._thread is threading.current_thread():
+            # Its tick held the last reference to the worker; it ends after this.
+            return True
+        if self._thread.ident:
             self._thread.join(_JOIN_TIMEOUT_S)
         return not self._thread.is_alive()
 

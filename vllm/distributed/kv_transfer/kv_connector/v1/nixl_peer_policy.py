@@ -199,7 +199,12 @@ class PeerTable:
         )
         self._reschedule(peer, now + self.interval + self._offset(engine_id))
 
-    def sync(self, loaded: Mapping[str, object], now: float) -> None:
+    def sync(
+        self,
+        loaded: Mapping[str, object],
+        now: float,
+        pending: Collection[str] = (),
+    ) -> None:
         """Make the table hold exactly the engines with loaded state.
 
         Handshakes and releases keep it so. State that was loaded or dropped past
@@ -208,12 +213,14 @@ class PeerTable:
         Args:
             loaded: All engines whose NIXL state is loaded, by engine id.
             now: Current time.
+            pending: Engines whose handshake may have connected them already, a
+                moment before they are listed as loaded.
 
         """
         if now < self._synced_at + self.interval:
             return
         if self._peers.keys() != loaded.keys():
-            for engine_id in self._peers.keys() - loaded.keys():
+            for engine_id in self._peers.keys() - loaded.keys() - set(pending):
                 self.forget(engine_id)
             for engine_id in loaded.keys() - self._peers.keys():
                 self.connect(engine_id, now)
@@ -373,9 +380,10 @@ class PeerTable:
         self._strike(engine_id, now, free=1)
         self._backoff[engine_id].released = True
 
-    def handshake_failed(self, engine_id: str, now: float) -> None:
-        """Record a failed handshake: the engine is quarantined."""
+    def handshake_failed(self, engine_id: str, now: float) -> float:
+        """Record a failed handshake; return for how long this quarantines it."""
         self._strike(engine_id, now, free=0)
+        return self._backoff[engine_id].until - now
 
     def _strike(self, engine_id: str, now: float, free: int) -> None:
         for other, backoff in list(self._backoff.items()):

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the scheduler sees, whatever happens to the peers and in whatever order.
+
+It sees each request end once, finished or failed; a failed one with its own blocks
+and no others, and no exception ever. Behind its back nothing of a released peer
+stays, and nothing is released without evidence or under an open read.
+"""
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+from decoder import Decoder, make_decoder
+from fake_nixl import PeerState
+from fake_side_channel import FakeSideChannel
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from nixl._bindings import (
+    nixlBackendError,
+    nixlNotFoundError,
+    nixlRemoteDisconnectError,
+)
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorMetadata
+
+# Engines with their number of ranks and their port; two share an address, as a
+# prefill and its replacement do.
+ENGINES = {
+    "two": (2, 7001),
+    "four": (4, 7002),
+    "old": (1, 7003),
+    "new": (1, 7003),
+}
+TYPED = (nixlRemoteDisconnectError, nixlNotFoundError)
+UNTYPED = (nixlBackendError, RuntimeError, OSError)
+# Calls of a step or a handshake, and what may be raised there without being
+# stock's to handle: it does not expect notifications to fail. A connection that fails
+# for notifications alone is the most telling, so it comes most often.
+STEP_CALLS = (
+    "send_notif",
+    "send_notif",
+    "send_notif",
+    "check_xfer_state",
+    "get_xfer_telemetry",
+    "transfer",
+    "make_prepped_xfer",
+    "release_xfer_handle",
+    "release_dlist_handle",
+    "remove_remote_agent",
+    "check_remote_metadata",
+    "add_remote_agent",
+    "prep_xfer_dlist",
+)
+NIXL_CALLS = ("get_new_notifs",)
+
+# One engine gets most of what happens: faults must meet to be of interest.
+engines = st.sampled_from(["two", "two", "two", "four", "old", "new"])
+
+
+class SchedulerView(RuleBasedStateMachine):
+    """A decoder, its peers, and everything that can happen to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.monkeypatch = pytest.MonkeyPatch()
+        self.decoder = make_decoder(self.monkeypatch)
+        for engine_id in ("two", "old"):
+            self.decoder.connect(
+                engine_id, *self.agents(engine_id), port=ENGINES[engine_id][1]
+            )
+        self.nixl = self.decoder.nixl
+        self.worker = self.decoder.worker
+        self.side_channel = FakeSideChannel()
+        self.blocks: dict[str, set[int]] = {}
+        self.served: set[str] = set()
+        self.sent: list[str] = []
+        # Engines of which something has shown that they are gone.
+        self.suspects: set[str] = set()
+        self.release_errors = False
+        self.were_connected: set[str] = set()
+        for engine_id in ENGINES:
+            self.answer(engine_id, "itself")
+            self.prefill(engine_id, "works")
+
+    @staticmethod
+    def agents(engine_id: str) -> list[str]:
+        return [f"{engine_id}-{rank}" for rank in range(ENGINES[engine_id][0])]
+
+    # -- Requests ----------------------------------------------------------------
+
+    @rule(engine_id=engines, num_blocks=st.integers(0, 3))
+    def request(self, engine_id: str, num_blocks: int):
+        number = len(self.blocks)
+        blocks = range(10 * number, 10 * number + num_blocks)
+        self.blocks[f"r{number}"] = set(blocks)
+        self.note_replacement(engine_id)
+        self.decoder.request(
+            f"r{number}", engine_id, tuple(blocks), port=ENGINES[engine_id][1]
+        )
+
+    def note_replacement(self, engine_id: str) -> None:
+        """A handshake at another engine's address is evidence against that one."""
+        port = ENGINES[engine_id][1]
+        self.suspects |= {e for e, (_, p) in ENGINES.items() if p == port} - {engine_id}
+
+    @rule(engine_id=engines)
+    def lease_heartbeat(self, engine_id: str):
+        if engine_id in self.decoder.connected:
+            self.decoder.lease_heartbeat(engine_id, "waiting")
+
+    @rule(engine_id=engines)
+    def finish_reads(self, engine_id: str):
+        for agent in self.agents(engine_id):
+            self.nixl.finish_reads(agent)
+
+    @rule()
+    def serve_a_request(self):
+        """Be somebody's prefill as well; the reader has notified already."""
+        req_id = f"s{len(self.served)}"
+        self.served.add(req_id)
+        self.worker._reqs_to_process.add(req_id)
+        self.worker._reqs_to_send[req_id] = self.decoder.clock.now + 30
+        notifs = self.nixl.notifs.setdefault("reader", [])
+        notifs += [b"HB:" + req_id.encode(), f"{req_id}:1".encode()]
+
+    # -- Faults ------------------------------------------------------------------
+
+    @rule(engine_id=engines, state=st.sampled_from(PeerState), sends=st.integers(0, 3))
+    def change(self, engine_id: str, state: PeerState, sends: int):
+        if state not in (PeerState.ALIVE, PeerState.HUNG):
+            self.suspects.add(engine_id)
+        for agent in self.agents(engine_id):
+            if (peer := self.nixl.peers.get(agent)) is not None:
+                peer.state, peer.sends_left = state, sends
+
+    @rule(engine_id=engines, rank=st.integers(0, 3))
+    def lose_one_rank(self, engine_id: str, rank: int):
+        agents = self.agents(engine_id)
+        self.suspects.add(engine_id)
+        if (peer := self.nixl.peers.get(agents[rank % len(agents)])) is not None:
+            peer.die()
+
+    @rule(
+        where=st.one_of(
+            st.tuples(st.sampled_from(STEP_CALLS), st.sampled_from(TYPED + UNTYPED)),
+            st.tuples(
+                st.sampled_from(NIXL_CALLS), st.sampled_from((*TYPED, nixlBackendError))
+            ),
+        )
+    )
+    def error(self, where: tuple[str, type[Exception]]):
+        call, error = where
+        self.nixl.raises.setdefault(call, []).append(error("?"))
+        self.release_errors |= call in ("remove_remote_agent", "release_dlist_handle")
+
+    @rule(engine_id=engines, how=st.sampled_from(["works", "fails", "half-way"]))
+    def prefill(self, engine_id: str, how: str):
+        """Decide how handshakes with an engine end."""
+        answer: Any = self.agents(engine_id)
+        if how == "fails":
+            answer = TimeoutError("no answer")
+        elif how == "half-way":
+            answer[-1] = TimeoutError("no answer")
+        self.decoder.prefills[engine_id] = answer
+
+    @rule(engine_id=engines, who=st.sampled_from(["itself", "nobody", "another"]))
+    def answer(self, engine_id: str, who: str):
+        """Decide who answers on an engine's side channel."""
+        answered_by = {"itself": engine_id, "another": "another"}.get(who)
+        self.side_channel.answered_by.pop(engine_id, None)
+        if answered_by is not None:
+            self.side_channel.answered_by[engine_id] = answered_by
+        if who != "itself":
+            self.suspects.add(engine_id)
+
+    # -- Time --------------------------------------------------------------------
+
+    def note_errors(self) -> None:
+        """A typed error may turn up in a call for any peer."""
+        errors = [e for queued in self.nixl.raises.values() for e in queued]
+        if any(isinstance(e, TYPED) for e in errors):
+            self.suspects |= self.decoder.connected
+
+    @rule()
+    def run_handshakes(self):
+        self.decoder.handshakes.run()
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 2.2, 7.0, 30.0]))
+    def tick(self, seconds: float):
+        self.decoder.clock.now += seconds
+        self.note_errors()
+        self.worker._monitor_tick(self.side_channel, threading.Event())
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 2.2, 30.0]), idle=st.booleans())
+    def step(self, seconds: float, idle: bool):
+        """Run a step; after an idle time, with a tick between its halves."""
+        decoder = self.decoder
+        failed = len(decoder.failed)
+        self.note_errors()
+        if idle:
+            decoder.clock.now += seconds
+            metadata, decoder._metadata = decoder._metadata, NixlConnectorMetadata()
+            self.worker.start_load_kv(metadata)
+            self.tick(0.0)
+            seconds = 0.0
+        results = decoder.step(seconds)
+        self.sent += sorted(results.finished_sending)
+        of_failed = {b for r in decoder.failed[failed:] for b in self.blocks[r]}
+        assert self.worker.get_block_ids_with_load_errors() == of_failed
+
+    # -- What always holds -------------------------------------------------------
+
+    @initialize()
+    def start_with_a_step(self):
+        self.step(0.0, idle=False)
+
+    @invariant()
+    def each_request_ends_once(self):
+        ended = self.decoder.finished + self.decoder.failed
+        assert len(ended) == len(set(ended)) and set(ended) <= self.blocks.keys()
+        assert len(self.sent) == len(set(self.sent)) and set(self.sent) <= self.served
+
+    @invariant()
+    def nixl_is_used_by_its_rules(self):
+        assert self.nixl.violations == []
+        assert self.worker.nixl_wrapper is self.nixl
+
+    @invariant()
+    def nothing_goes_without_evidence(self):
+        gone = self.were_connected - self.decoder.connected
+        assert gone <= self.suspects
+        self.suspects -= gone
+        self.were_connected = self.decoder.connected
+
+    @invariant()
+    def a_peer_that_is_gone_leaves_nothing(self):
+        for engine_id in ENGINES.keys() - self.decoder.connected:
+            assert self.decoder.is_clean(engine_id)
+            if not self.release_errors:
+                assert not self.nixl.peers.keys() & set(self.agents(engine_id))
+                assert not any(
+                    dlist.open and dlist.agent in self.agents(engine_id)
+                    for dlist in self.nixl.dlists.values()
+                )
+
+    # -- The end -----------------------------------------------------------------
+
+    def teardown(self) -> None:
+        try:
+            self.drain()
+        finally:
+            self.worker.shutdown()
+            self.monkeypatch.undo()
+
+    def drain(self) -> None:
+        """Let everything work again, and all that was asked for end."""
+        self.nixl.raises.clear()
+        for engine_id in ENGINES:
+            self.prefill(engine_id, "works")
+            self.answer(engine_id, "itself")
+            self.change(engine_id, PeerState.ALIVE, 0)
+        for _ in range(4):
+            self.run_handshakes()
+            self.step(1.0, idle=False)
+            for engine_id in ENGINES:
+                self.finish_reads(engine_id)
+        self.step(3.0, idle=False)
+        self.each_request_ends_once()
+        self.nixl_is_used_by_its_rules()
+        self.a_peer_that_is_gone_leaves_nothing()
+        ended = self.decoder.finished + self.decoder.failed
+        assert set(ended) == self.blocks.keys()
+        assert set(self.sent) == self.served
+        assert self.worker._peers.lost == {}
+        assert not any(xfer.open for xfer in self.nixl.xfers.values())
+
+
+@pytest.mark.timeout(900)  # For shrinking, when it fails.
+def test_each_request_ends_once_whatever_happens():
+    vllm_logger = logging.getLogger("vllm")
+    level = vllm_logger.level
+    # Hundreds of failures are logged, and would only take time.
+    vllm_logger.setLevel(logging.CRITICAL)
+    try:
+        run_state_machine_as_test(
+            SchedulerView,
+            settings=settings(
+                derandomize=True,
+                deadline=None,
+                database=None,
+                report_multiple_bugs=False,
+                max_examples=50,
+                stateful_step_count=50,
+            ),
+        )
+    finally:
+        vllm_logger.setLevel(level)
+
+
+@pytest.mark.parametrize("error", [*TYPED, *UNTYPED])
+def test_a_handshake_that_loads_nothing_leaves_nothing(
+    decoder: Decoder, error: type[Exception]
+):
+    """Stock registers the engine before it loads the first rank."""
+    decoder.nixl.raises["add_remote_agent"] = [error("?")]
+    decoder.connect("p")
+    assert decoder.connected == set()
+    assert decoder.is_clean("p")
