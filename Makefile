@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+UV ?= uv
+SCENARIO ?= replace
+STOCK ?=
+
+PY := .venv/bin/python
+INSTALL := $(PYTHON) tools/install.py
+NEWEST := 0.33.0
+UNIT := tests/v1/kv_connector/unit
+
+.PHONY: help
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed 's/:.*## /\t/' | expand -t 14
+
+.PHONY: install
+install: ## Build .venv: vLLM's CPU build, NIXL and this package
+	@$(INSTALL)
+
+.PHONY: lint
+lint: install ## Check style and types
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+# One stage of `make test`: heading, then a command whose failure ends the run.
+define stage
+	@printf '\n=== %s\n' "$(1)"
+	@$(2)
+endef
+
+.PHONY: test
+test: install ## Lint, types and every test
+	@$(INSTALL) --vllm $(NEWEST)
+	$(call stage,Style and types,$(MAKE) lint)
+	$(call stage,Unit tests on vLLM 0.32.0,$(PY) -m pytest -q $(UNIT))
+	$(call stage,Unit tests on vLLM $(NEWEST),PYTHONPATH=$(CURDIR)/.venv/vllm-$(NEWEST) VLLM_TARGET_DEVICE=cpu $(PY) -m pytest -q $(UNIT))
+	$(call stage,Packaging,$(PY) -m pytest -q tests/packaging)
+	$(call stage,Lab,$(PY) -m pytest -q tests/nixl_lab)
+	$(call stage,Real NIXL and real vLLM,$(PY) -m pytest -q tests/v1/kv_connector/nixl_integration)
+
+.PHONY: demo
+demo: install ## Kill a prefill and watch the decoder let go (SCENARIO=, STOCK=1)
+	@$(PY) -m nixl_lab.demo --scenario $(SCENARIO) $(if $(STOCK),--stock)
+
+.PHONY: matrix
+matrix: install ## Unit and real-NIXL tests on vLLM 0.31.0, 0.32.0 and 0.33.0
+	@$(PY) -m nixl_lab.matrix
+
+.PHONY: upstream
+upstream: install ## vLLM's own NIXL suites, stock and ours, on three releases
+	@$(INSTALL) --vllm 0.31.0 --vllm 0.32.0 --vllm 0.33.0
+	@$(PY) -m nixl_lab.upstream
+
+.PHONY: cherry-pick
+cherry-pick: ## Commit the connector into a fork (VLLM=path/to/checkout)
+	@$(PYTHON) -m nixl_lab.cherry_pick $(or $(VLLM),$(error VLLM=path/to/checkout is missing)) --output dist
+
+.PHONY: lock
+lock: ## Resolve requirements/*.in anew with uv
+	@for name in build cpu-lab test lab; do \
+	  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 \
+	    --no-annotate --no-emit-package torch --no-emit-package triton \
+	    --override requirements/override.in \
+	    --custom-compile-command "make lock" \
+	    requirements/$$name.in --output-file requirements/$$name.txt; \
+	done
+
+.PHONY: clean
+clean: ## Remove the environment and every cache
+	@rm -rf .venv .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

