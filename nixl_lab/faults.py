@@ -62,7 +62,10 @@ def reset_connection(connection: Connection) -> None:
 
 def _established(server: VllmServer) -> list[Connection]:
     return [
-        (tuple(connection.laddr), tuple(connection.raddr))
+        (
+            (connection.laddr.ip, connection.laddr.port),
+            (connection.raddr.ip, connection.raddr.port),
+        )
         for worker in server.workers()
         for connection in worker.net_connections("tcp")
         if connection.status == psutil.CONN_ESTABLISHED

@@ -427,9 +427,16 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
 
         with self._agent_with(send_notif=send_notif):
             super()._send_heartbeats(metadata)
+        # It counts as the peer's heartbeat; vLLM stamps it from 0.32 on.
+        now = time.perf_counter()
+        for engine_id in (
+            metadata.heartbeat_by_engine.keys() & self._remote_agents.keys()
+        ):
+            self._engine_last_active[engine_id] = now
         for agent_name, error in failures:
-            if (engine_id := self._engine_of_agent(agent_name)) is not None:
-                self._note_error(engine_id, error, "lease heartbeat", agent_name)
+            sent_to = self._engine_of_agent(agent_name)
+            if sent_to is not None:
+                self._note_error(sent_to, error, "lease heartbeat", agent_name)
 
     def _pop_done_transfers(
         self, transfers: dict[str, list[int]]
