@@ -71,6 +71,9 @@ class Decoder:
         self.clock = clock
         self.handshakes = ManualExecutor()
         self.worker._handshake_initiation_executor = self.handshakes
+        self.retries = ManualExecutor()
+        """Handshakes with engines that were released or failed lately."""
+        self.worker._retry_executor = self.retries
         self.prefills: dict[str, list[str] | Exception] = {}
         """Agents by engine id, or what a handshake with the engine raises."""
         self.attempts: list[str] = []
@@ -120,7 +123,12 @@ class Decoder:
         tp_size = len(prefill) if isinstance(prefill, list) else 1
         port = port if port is not None else 5000 + len(self.prefills)
         self.worker._ensure_handshake(engine_id, "p", port, tp_size)
+        self.run_handshakes()
+
+    def run_handshakes(self) -> None:
+        """Run all pending handshakes."""
         self.handshakes.run()
+        self.retries.run()
 
     def request(
         self,

@@ -22,10 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlPullConnectorWorker,
     base_worker,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import (
     NixlConnector,
     NixlConnectorWorker,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import Verdict
 
 INTERVAL = 2.0
 # A peer's place within the spread of an interval is at most this late.
@@ -398,6 +400,79 @@ def test_what_a_release_logs(decoder: Decoder, logs: pytest.LogCaptureFixture):
         assert fact in released
 
 
+def test_a_silent_peer_that_answers_while_held_is_used_again(decoder: Decoder):
+    decoder.connect("p")
+    decoder.request("stuck", "p")
+    decoder.step()
+    decoder.nixl.peers["p-agent"].state = PeerState.HUNG
+    peers = decoder.worker._peers
+    peers.lose("p", Verdict.SILENT, "no answer", decoder.clock.now)
+    decoder.step(60)
+    peer = peers.get("p")
+    assert peers.wants_question(peer, decoder.clock.now, peer.connected_at)
+    peers.heard("p", decoder.clock.now)
+    decoder.request("r", "p", blocks=(2,))
+    decoder.step()
+    decoder.nixl.finish_reads("p-agent")
+    decoder.step()
+    assert sorted(decoder.finished) == ["r", "stuck"] and decoder.failed == []
+
+
+def test_leases_are_renewed_while_a_read_holds_the_release(decoder: Decoder):
+    """Else the prefill could free the blocks under a read that still ends well."""
+    decoder.connect("p")
+    decoder.request("r", "p")
+    decoder.step()
+    decoder.nixl.raises["send_notif"] = [nixlRemoteDisconnectError("gone")]
+    decoder.steps(FIRST_BEAT)
+    assert "p" in decoder.worker._peers.lost
+    decoder.lease_heartbeat("p", "remote-r")
+    decoder.step()
+    assert decoder.nixl.peers["p-agent"].received == [b"HB:remote-r"]
+
+
+@pytest.mark.skipif(
+    "registration_generation" not in RemoteMeta.__dataclass_fields__,
+    reason="vLLM has sleep mode for NIXL from 0.33 on",
+)
+def test_a_new_registration_releases_nothing_under_an_open_read(decoder: Decoder):
+    decoder.connect("p")
+    decoder.request("open", "p")
+    decoder.step()
+    decoder.request("newer", "p", blocks=(2,))
+    decoder._metadata.reqs_to_recv["newer"].remote.registration_generation = 1
+    decoder.step()
+    assert decoder.failed == ["newer"] and decoder.connected == {"p"}
+    decoder.nixl.finish_reads("p-agent")
+    decoder.step()
+    assert decoder.finished == ["open"]
+    assert decoder.is_clean("p")
+
+
+@pytest.mark.skipif(
+    not hasattr(NixlPullConnectorWorker, "unregister_kv_caches"),
+    reason="vLLM has sleep mode for NIXL from 0.33 on",
+)
+def test_the_kv_cache_is_not_unregistered_under_an_open_read(decoder: Decoder):
+    decoder.connect("p")
+    decoder.request("r", "p")
+    decoder.step()
+    with pytest.raises(RuntimeError, match=r"Reads from \['p'\] are open"):
+        decoder.worker.unregister_kv_caches()
+    decoder.nixl.finish_reads("p-agent")
+    decoder.step()
+    decoder.worker.unregister_kv_caches()
+    assert decoder.is_clean("p")
+    decoder.worker.restore_kv_caches()
+
+
+def test_kept_notifications_do_not_wait_for_nixl(decoder: Decoder):
+    decoder.worker._reqs_to_process.add("sent")
+    decoder.worker._kept_notifs["d"] = [b"sent:1"]
+    decoder.nixl.raises["get_new_notifs"] = [nixlBackendError("?")]
+    assert decoder.step().finished_sending == {"sent"}
+
+
 # -- Handshakes --------------------------------------------------------------------
 
 
@@ -411,7 +486,7 @@ def test_a_released_peer_connects_again_with_its_next_request(
     assert decoder.connected == set()
     decoder.request("r", "p")
     decoder.step()
-    decoder.handshakes.run()
+    decoder.run_handshakes()
     decoder.step()
     decoder.nixl.finish_reads("p-agent")
     decoder.step()
@@ -430,7 +505,7 @@ def test_all_connections_break_in_one_tick_and_all_heal(decoder: Decoder):
     for engine in engines:
         decoder.request(f"r-{engine}", engine)
     decoder.step()
-    decoder.handshakes.run()
+    decoder.run_handshakes()
     decoder.step()
     for engine in engines:
         decoder.nixl.finish_reads(f"{engine}-agent")
@@ -447,9 +522,9 @@ def test_requests_to_a_quarantined_engine_fail_at_once(decoder: Decoder):
     for i in range(1000):
         decoder.request(f"r{i}", "p", blocks=(i,))
         decoder.step(0.1)
-        if decoder.handshakes.pending:
+        if decoder.handshakes.pending or decoder.retries.pending:
             attempts.append(decoder.clock.now)
-            decoder.handshakes.run()
+            decoder.run_handshakes()
             decoder.step()
         assert decoder.failed[-1] == f"r{i}"
     waits = [round(b - a) for a, b in zip(attempts, attempts[1:])]
@@ -458,39 +533,46 @@ def test_requests_to_a_quarantined_engine_fail_at_once(decoder: Decoder):
     assert decoder.worker.get_block_ids_with_load_errors() == set(range(1000))
 
 
-def test_only_the_trial_waits_for_its_handshake(decoder: Decoder):
+def test_only_who_comes_with_the_trial_waits_for_it(decoder: Decoder):
     decoder.connect("p")
     decoder.nixl.peers["p-agent"].die()
     decoder.steps(FIRST_BEAT)
     decoder.prefills["p"] = TimeoutError("no answer")
     decoder.request("first", "p")
     decoder.step()
-    decoder.handshakes.run()
+    decoder.run_handshakes()
     decoder.step(2.0)
     decoder.request("trial", "p")
-    decoder.step()
-    assert len(decoder.handshakes.pending) == 1
     decoder.request("joins", "p")
     decoder.step()
-    assert decoder.failed == ["first", "joins"]
-
-
-def test_one_suspect_at_a_time_is_on_trial(decoder: Decoder):
-    """Handshakes share one thread: a healthy peer waits for one dead one at most."""
-    for engine in ("dead0", "dead1"):
-        decoder.prefills[engine] = TimeoutError("no answer")
-        decoder.connect(engine)
-    decoder.clock.now += 2.0
-    decoder.request("r0", "dead0")
-    decoder.request("r1", "dead1")
-    decoder.prefills["healthy"] = ["healthy-agent"]
-    decoder.request("r2", "healthy")
+    assert len(decoder.retries.pending) == 1
+    decoder.request("late", "p")
+    decoder.step(0.6)
+    assert decoder.failed == ["first", "late"]
+    # The peer is back: those that waited are served.
+    decoder.prefills["p"] = ["p-agent"]
+    decoder.run_handshakes()
     decoder.step()
-    assert [args[3] for _, _, args in decoder.handshakes.pending] == [
-        "dead0",
-        "healthy",
-    ]
-    assert decoder.failed == ["r1"]
+    decoder.nixl.finish_reads("p-agent")
+    decoder.step()
+    assert decoder.finished == ["joins", "trial"]
+
+
+def test_a_new_peer_never_queues_behind_attempts_at_dead_ones(decoder: Decoder):
+    dead = [f"dead{i}" for i in range(10)]
+    for engine in dead:
+        decoder.connect(engine)
+    for peer in decoder.nixl.peers.values():
+        peer.die()
+    decoder.steps(FIRST_BEAT)
+    assert decoder.connected == set()
+    for engine in dead:
+        decoder.request(f"r-{engine}", engine)
+    decoder.prefills["healthy"] = ["healthy-agent"]
+    decoder.request("r", "healthy")
+    decoder.step()
+    assert [args[3] for _, _, args in decoder.handshakes.pending] == ["healthy"]
+    assert [args[3] for _, _, args in decoder.retries.pending] == dead
 
 
 def test_a_finished_read_clears_the_quarantine(decoder: Decoder):
@@ -514,7 +596,7 @@ def test_a_connection_that_keeps_breaking_backs_off(decoder: Decoder):
     for i in range(3000):
         decoder.request(f"r{i}", "p")
         decoder.step(0.1)
-        decoder.handshakes.run()
+        decoder.run_handshakes()
     assert len(decoder.attempts) <= 12
     decoder.step()
     assert len(decoder.failed) == len(set(decoder.failed))
@@ -546,14 +628,14 @@ def test_a_request_that_waits_behind_a_released_handshake_shakes_hands_again(
     decoder.prefills["p"] = ["p-agent"]
     decoder.request("r", "p")
     decoder.step()
-    decoder.handshakes.run()
+    decoder.run_handshakes()
     # Released between its handshake and the step that would have read.
     decoder.nixl.peers["p-agent"].die()
     decoder.worker._send_heartbeat("p")
     decoder.worker._release_unreachable_remote_engines()
     assert decoder.connected == set()
     decoder.step()
-    decoder.handshakes.run()
+    decoder.run_handshakes()
     decoder.step()
     decoder.nixl.finish_reads("p-agent")
     decoder.step()
@@ -584,12 +666,14 @@ def test_the_interval_is_taken_from_the_config(
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf, True, "2", None, [2]])
+@pytest.mark.parametrize(
+    "value", [-1, math.nan, math.inf, 5e-324, True, "2", None, [2]]
+)
 def test_a_bad_interval_is_refused_at_start(value: Any, role: KVConnectorRole):
     config = make_vllm_config("d", peer_heartbeat_interval=value)
     with pytest.raises(ValueError) as e:
         NixlConnector(config, role, None)
-    for part in ("peer_heartbeat_interval", repr(value), "finite number"):
+    for part in ("peer_heartbeat_interval", repr(value), "finite number", "0.01"):
         assert part in str(e.value)
 
 
@@ -598,7 +682,8 @@ def test_a_worker_built_without_its_constructor(decoder: Decoder):
     ours = vars(NixlConnectorWorker).keys()
     bare = object.__new__(NixlConnectorWorker)
     for name, value in vars(decoder.worker).items():
-        if name not in ours:
+        # The fixture of vLLM 0.31's own tests leaves out the last one.
+        if name not in ours and name != "_engine_last_active":
             setattr(bare, name, value)
     assert "_peers" not in vars(bare)
     decoder.worker = bare

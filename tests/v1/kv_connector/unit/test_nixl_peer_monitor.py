@@ -360,6 +360,7 @@ class Worker:
         self.ticked.set()
         if self.inside:
             stopping.wait()
+            print("ended", flush=True)
 
 workers = [Worker(inside=False), Worker(inside=True)]
 for worker in workers:
@@ -369,14 +370,14 @@ for worker in workers:
 """
 
 
-def test_nothing_is_printed_at_exit_even_within_a_tick():
+def test_at_exit_a_tick_ends_and_nothing_else_is_printed():
     result = subprocess.run(
         [sys.executable, "-c", EXIT_SCRIPT, nixl_peer_monitor.__file__],
         capture_output=True,
         text=True,
         timeout=LONG,
     )
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "ended\n", "")
 
 
 # -- What a tick does --------------------------------------------------------------
@@ -426,11 +427,20 @@ def test_an_idle_worker_sends_heartbeats(decoder: Decoder, tick: Callable[..., N
 def test_steps_and_ticks_share_one_schedule(
     decoder: Decoder, tick: Callable[..., None]
 ):
+    """A tick does nothing for an interval after a step, then has one to send in."""
     decoder.connect("p")
-    for _ in range(4):
-        decoder.step()
-        ticks(tick, 2 * INTERVAL)
-    assert decoder.nixl.heartbeats() == 8 - 1
+    sent_at = [decoder.clock.now]
+    for i in range(40):
+        if i % 7 == 0:
+            decoder.step(0.5)
+        else:
+            tick(0.5)
+        if decoder.nixl.heartbeats() == len(sent_at):
+            sent_at.append(decoder.clock.now)
+    assert decoder.nixl.heartbeats() == len(sent_at) - 1
+    gaps = [b - a for a, b in zip(sent_at, sent_at[1:])]
+    assert all(INTERVAL / 2 <= gap <= 2 * INTERVAL for gap in gaps)
+    assert len(gaps) >= 7
 
 
 def test_an_idle_worker_releases_a_dead_peer(
@@ -616,7 +626,7 @@ def test_lease_heartbeats_renew_while_idle(decoder: Decoder, tick: Callable[...,
     assert "r" in decoder.worker._reqs_to_send
 
 
-def test_kept_notifications_survive_a_step_that_gets_none(
+def test_kept_notifications_are_reported_even_if_no_new_ones_can_be_had(
     decoder: Decoder, tick: Callable[..., None]
 ):
     serve(decoder, "r")
@@ -624,8 +634,8 @@ def test_kept_notifications_survive_a_step_that_gets_none(
     decoder.nixl.notifs = {"d-agent": [b"r:1"]}
     tick(INTERVAL)
     decoder.nixl.raises["get_new_notifs"] = [nixlBackendError("?")]
-    assert decoder.step().finished_sending == set()
     assert decoder.step().finished_sending == {"r"}
+    assert decoder.step().finished_sending == set()
 
 
 def test_a_nixl_error_while_draining_does_not_end_a_tick(
@@ -937,7 +947,7 @@ def test_a_handshake_loads_metadata_alone(decoder: Decoder):
     gate = Gate(decoder.nixl, "add_remote_agent")
     decoder.prefills["q"] = ["q-agent"]
     decoder.worker._ensure_handshake("q", "p", 7000, 1)
-    loader = in_thread(decoder.handshakes.run)
+    loader = in_thread(decoder.run_handshakes)
     assert gate.inside.wait(LONG)
     decoder.clock.now += FIRST_BEAT
     main = in_thread(decoder.step)
@@ -1075,7 +1085,7 @@ def test_a_handshake_that_outlives_shutdown_starts_no_monitor(
     decoder.worker._ensure_handshake("p", "p", 7000, 1)
     before = monitor_threads()
     decoder.worker.shutdown()
-    decoder.handshakes.run()
+    decoder.run_handshakes()
     try:
         assert monitor_threads() == before
     finally:

@@ -169,6 +169,17 @@ class SchedulerView(RuleBasedStateMachine):
         self.nixl.raises.setdefault(call, []).append(error("?"))
         self.release_errors |= call in ("remove_remote_agent", "release_dlist_handle")
 
+    @precondition(lambda self: self.with_evidence)
+    @rule(engine_id=engines)
+    def lose_under_a_read(self, engine_id: str):
+        """Get to where a lost peer is held, which chance seldom does."""
+        self.request(engine_id, 2)
+        self.step(0.1, idle=False)
+        self.run_handshakes()
+        self.step(0.1, idle=False)
+        self.error(("send_notif", nixlRemoteDisconnectError))
+        self.step(2.2, idle=False)
+
     @rule(engine_id=engines, how=st.sampled_from(["works", "fails", "half-way"]))
     def prefill(self, engine_id: str, how: str):
         """Decide how handshakes with an engine end."""
@@ -200,7 +211,7 @@ class SchedulerView(RuleBasedStateMachine):
 
     @rule()
     def run_handshakes(self):
-        self.decoder.handshakes.run()
+        self.decoder.run_handshakes()
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 2.2, 7.0, 30.0]))
     def tick(self, seconds: float):
@@ -307,7 +318,7 @@ def test_each_request_ends_once_whatever_happens():
                 deadline=None,
                 database=None,
                 report_multiple_bugs=False,
-                max_examples=50,
+                max_examples=80,
                 stateful_step_count=50,
             ),
         )

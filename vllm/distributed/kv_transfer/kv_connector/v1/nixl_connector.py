@@ -17,13 +17,12 @@ While no step runs, a monitor thread does the same work. Policy is in
 """
 
 import contextlib
-import copy
 import functools
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -186,9 +185,22 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         return threading.RLock()
 
     @functools.cached_property
-    def _loading(self) -> dict[tuple[int, int], str]:
-        """Agents that the running handshake has loaded so far, under made-up keys."""
+    def _engine_last_active(self) -> dict[str, float]:  # type: ignore[override]
         return {}
+
+    @functools.cached_property
+    def _handshake(self) -> threading.local:
+        """Of each handshake thread: the agents it has ``loaded`` so far."""
+        return threading.local()
+
+    @functools.cached_property
+    def _retry_executor(self) -> ThreadPoolExecutor:
+        """Runs handshakes with engines that were released or failed lately.
+
+        A new peer's handshake must not queue behind attempts at dead ones. More
+        threads than stock's one are safe: metadata is loaded under the lock.
+        """
+        return ThreadPoolExecutor(4, thread_name_prefix="vllm-nixl-handshake-retry")
 
     @functools.cached_property
     def _kept_notifs(self) -> dict[str, list[bytes]]:
@@ -406,15 +418,6 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         """Send the lease heartbeats, and judge the errors that stock swallows."""
         if not metadata.heartbeat_by_engine:
             return
-        lost = self._peers.lost
-        if lost.keys() & metadata.heartbeat_by_engine.keys():
-            # A copy: with the scheduler in this process the dict is its own.
-            metadata = copy.copy(metadata)
-            metadata.heartbeat_by_engine = {
-                engine_id: info
-                for engine_id, info in metadata.heartbeat_by_engine.items()
-                if engine_id not in lost
-            }
         agent = self.nixl_wrapper
         failures: list[tuple[str, Exception]] = []
 
@@ -467,7 +470,11 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             return set()
 
     def _get_kept_and_new_notifs(self) -> set[str]:
-        notifs = self.nixl_wrapper.get_new_notifs()
+        try:
+            notifs = self.nixl_wrapper.get_new_notifs()
+        except Exception as e:
+            self._tolerate_notif_error(e)
+            notifs = {}
         kept, self._kept_notifs = self._kept_notifs, {}
         for agent_name, late in notifs.items():
             kept.setdefault(agent_name, []).extend(late)
@@ -483,15 +490,36 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             logger.error("NIXL could not report notifications", exc_info=error)
 
     def _read_blocks_for_req(self, req_id: str, meta: "ReqMeta") -> None:
-        """Post a request's reads, unless its peer is lost but still held."""
+        """Post a request's reads, unless its peer is about to be released."""
         assert meta.remote is not None
-        if meta.remote.engine_id in self._peers.lost and any(
+        engine_id = meta.remote.engine_id
+        if self._is_registered_again(meta):
+            evidence = "it has registered its KV cache again"
+            self._lose(engine_id, Verdict.REPLACED, evidence, time.perf_counter())
+        if engine_id in self._peers.lost and any(
             len(group) > 0 for group in meta.local_block_ids
         ):
             # It would fail, or be stuck in a silent peer, and hold the release.
             self._failed_recv_reqs.put(req_id)
             return
         super()._read_blocks_for_req(req_id, meta)
+
+    def _is_registered_again(self, meta: "ReqMeta") -> bool:
+        """Return whether stock would release the peer under an open read.
+
+        From 0.33 on a peer that wakes from sleep has a new registration, and the
+        next request for it makes vLLM drop the old one at once.
+        """
+        assert meta.remote is not None
+        generation = getattr(meta.remote, "registration_generation", 0)
+        if not generation:
+            return False
+        engine_id = meta.remote.engine_id
+        seen = getattr(self, "_remote_registration_generations", {})
+        return (
+            seen.get(engine_id, 0) < generation
+            and engine_id in self._engines_with_inflight_transfers()
+        )
 
     # -- Coming and going ------------------------------------------------------
 
@@ -506,17 +534,25 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
 
         """
         with self._nixl_lock:
-            if engine_id not in self._remote_agents:
-                refusal = self._peers.refuse_handshake(
-                    engine_id, time.perf_counter(), list(self._handshake_futures)
+            if engine_id in self._remote_agents or not self._peers.has_history(
+                engine_id
+            ):
+                return super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
+            refusal = self._peers.refuse_handshake(
+                engine_id, time.perf_counter(), engine_id in self._handshake_futures
+            )
+            if refusal is not None:
+                refused: Future[Any] = Future()
+                refused.set_exception(
+                    PeerQuarantinedError(f"Remote engine {engine_id} is {refusal}")
                 )
-                if refusal is not None:
-                    refused: Future[Any] = Future()
-                    refused.set_exception(
-                        PeerQuarantinedError(f"Remote engine {engine_id} is {refusal}")
-                    )
-                    return refused
-            return super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
+                return refused
+            executor = self._handshake_initiation_executor
+            self._handshake_initiation_executor = self._retry_executor
+            try:
+                return super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
+            finally:
+                self._handshake_initiation_executor = executor
 
     def _nixl_handshake(
         self,
@@ -531,7 +567,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
 
         A failed handshake leaves nothing loaded and quarantines the engine.
         """
-        self._loading.clear()
+        self._handshake.loaded = []
         try:
             if self._peers.has_history(expected_engine_id):
                 # A dead process refuses at once, where ZMQ would wait for 5 s.
@@ -589,11 +625,15 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
 
             def add_remote_agent(*args: Any, **kwargs: Any) -> Any:
                 name = agent.add_remote_agent(*args, **kwargs)
-                self._loading[(0, len(self._loading))] = name
+                self._handshake.loaded = [*self._agents_loaded_here(), name]
                 return name
 
             with self._agent_with(add_remote_agent=add_remote_agent):
                 return load(*args, **kwargs)
+
+    def _agents_loaded_here(self) -> list[str]:
+        """Return the agents that this thread's handshake has loaded so far."""
+        return getattr(self._handshake, "loaded", [])
 
     def _abandon_handshake(self, engine_id: str) -> None:
         """Unload what a failed handshake has loaded.
@@ -601,10 +641,13 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         A peer that dies between two of its ranks is connected to neither: no
         heartbeat would ever reach it, and its rkeys would stay loaded for good.
         """
-        loaded, self._loading = self._loading, {}
         if engine_id not in self._remote_agents:
+            loaded = self._agents_loaded_here()
             with self._handshake_lock:
-                self._remote_agents[engine_id] = loaded
+                # Under made-up ranks: the real ones are the stock handshake's.
+                self._remote_agents[engine_id] = {
+                    (0, i): name for i, name in enumerate(loaded)
+                }
             self._cleanup_remote_engine(engine_id, log_eviction=False)
 
     def _cleanup_remote_engine(
@@ -665,8 +708,14 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             return
         # Idle work may start an interval after the last step and then has
         # another one for the heartbeat: a few ticks each keep that promise.
-        self._monitor = PeerMonitor(self, period=min(self._peers.interval / 4, 1.0))
-        self._monitor.start()
+        monitor = PeerMonitor(self, period=min(self._peers.interval / 4, 1.0))
+        try:
+            monitor.start()
+        except RuntimeError:
+            # Out of threads: steps go on without it, the next occasion tries again.
+            logger.exception("NIXL peer monitor could not be started")
+        else:
+            self._monitor = monitor
 
     def _monitor_tick(
         self, side_channel: SideChannel, stopping: threading.Event
@@ -690,7 +739,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         drained = False
         while not stopping.is_set() and not self._step_waits:
             with self._nixl_lock:
-                if self._step_waits:
+                if self._step_waits or stopping.is_set():
                     return
                 if not drained:
                     self._keep_notifs()
@@ -721,7 +770,9 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         for agent_name, notifs in fresh.items():
             for notif in notifs:
                 if notif.startswith(_HEARTBEAT):
-                    self._handle_heartbeat(notif[len(_HEARTBEAT) :].decode())
+                    self._handle_heartbeat(
+                        notif[len(_HEARTBEAT) :].decode("utf-8", "replace")
+                    )
                 else:
                     self._kept_notifs.setdefault(agent_name, []).append(notif)
 
@@ -760,8 +811,18 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
     # Sleep mode: vLLM has and calls these two from 0.33 on.
 
     def unregister_kv_caches(self) -> None:
-        """Unregister the KV cache (sleep mode), alone inside NIXL."""
+        """Unregister the KV cache (sleep mode), alone inside NIXL.
+
+        Raises:
+            RuntimeError: If a read is open: its peer's state must not go under it.
+
+        """
         with self._nixl_lock:
+            if busy := self._engines_with_inflight_transfers():
+                raise RuntimeError(
+                    f"Reads from {sorted(busy)} are open: the KV cache cannot be "
+                    "unregistered before they have ended."
+                )
             super().unregister_kv_caches()  # type: ignore[misc]
 
     def restore_kv_caches(self) -> None:
@@ -773,6 +834,8 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         """Stop the monitor, then shut down as stock does."""
         # A handshake that is still running must not start another one.
         self._is_shut_down = True
+        if (executor := vars(self).get("_retry_executor")) is not None:
+            executor.shutdown(wait=False)
         if self._monitor is not None and not self._monitor.stop():
             logger.warning("NIXL peer monitor is still inside a NIXL call")
         if not self._nixl_lock.acquire(timeout=_SHUTDOWN_LOCK_TIMEOUT_S):

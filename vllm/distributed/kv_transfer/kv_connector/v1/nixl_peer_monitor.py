@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlHandshakePayload,
 )
 from vllm.logger import init_logger
-from vllm.utils.network_utils import make_zmq_path, make_zmq_socket
+from vllm.utils.network_utils import make_zmq_path
 
 logger = init_logger(__name__)
 
@@ -75,9 +75,12 @@ class SideChannel:
         """
         if engine_id in self._open or len(self._open) >= _MAX_OPEN_QUESTIONS:
             return False
-        path = make_zmq_path("tcp", *address)
+        # Not make_zmq_socket: it looks up the machine's memory for each socket.
         try:
-            socket = make_zmq_socket(self._context, path, zmq.REQ, bind=False, linger=0)
+            socket = self._context.socket(zmq.REQ)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, 1)  # allows IPv4 as well
+            socket.connect(make_zmq_path("tcp", *address))
         except zmq.ZMQError as e:
             # No file descriptors left, or a name that no longer resolves: neither
             # says that the peer is gone, nor may it end the monitor's tick.
@@ -96,9 +99,9 @@ class SideChannel:
             except zmq.Again:
                 if now - asked_at < _ANSWER_TIMEOUT_S:
                     continue
-            except msgspec.MsgspecError:
+            except (zmq.ZMQError, msgspec.MsgspecError) as e:
                 # Something else listens there by now: no sign of the peer.
-                logger.debug("Side channel of %s: not a handshake reply", engine_id)
+                logger.debug("Side channel of %s: %r", engine_id, e)
             del self._open[engine_id]
             socket.close()
             yield Answer(engine_id, asked_at, answered_by)

@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 
 HEARTBEAT_INTERVAL_KEY = "peer_heartbeat_interval"
 DEFAULT_HEARTBEAT_INTERVAL_S = 2.0
+# Below this the monitor would do little else than wake up.
+MIN_HEARTBEAT_INTERVAL_S = 0.01
+# A year: longer ones, up to integers that no float holds, mean "practically never".
+_MAX_HEARTBEAT_INTERVAL_S = 365 * 86400.0
 
 # A peer without traffic for t seconds is sent a heartbeat every t / 10 seconds,
 # never more often than the configured interval, never less than every 30 s.
@@ -33,6 +37,9 @@ _MAX_QUESTION_INTERVAL_S = 30.0
 
 _MIN_QUARANTINE_S = 1.0
 _MAX_QUARANTINE_S = 60.0
+# A trial that succeeds does so in milliseconds. Requests that come later than this
+# after its start do not wait for its time-out.
+_TRIAL_JOIN_S = 0.5
 _MAX_DOUBLINGS = math.ceil(math.log2(_MAX_QUARANTINE_S / _MIN_QUARANTINE_S))
 # Engine ids of dead instances never come back: their records must not pile up.
 _FORGET_QUARANTINE_S = 600.0
@@ -52,21 +59,22 @@ def parse_heartbeat_interval(value: object) -> float:
         The interval in seconds; 0.0 turns the feature off.
 
     Raises:
-        ValueError: If the value is not a finite number >= 0.
+        ValueError: If the value is neither 0 nor a finite number of at least
+            ``MIN_HEARTBEAT_INTERVAL_S``.
 
     """
     if (
         not isinstance(value, int | float)
         or isinstance(value, bool)  # an int to Python, but `true` is no duration
-        or not math.isfinite(value)
-        or value < 0
+        or not (value == 0 or MIN_HEARTBEAT_INTERVAL_S <= value < math.inf)
     ):
         raise ValueError(
             f"kv_connector_extra_config['{HEARTBEAT_INTERVAL_KEY}'] is {value!r}, but "
-            "must be a finite number of seconds >= 0 (0 turns the peer heartbeat "
-            f"off; the default is {DEFAULT_HEARTBEAT_INTERVAL_S})."
+            "must be a finite number of seconds: 0 turns the peer heartbeat off, else "
+            f"at least {MIN_HEARTBEAT_INTERVAL_S} (the default is "
+            f"{DEFAULT_HEARTBEAT_INTERVAL_S})."
         )
-    return float(value)
+    return float(min(value, _MAX_HEARTBEAT_INTERVAL_S))
 
 
 class Verdict(enum.Enum):
@@ -142,6 +150,8 @@ class _Backoff:
     """Releases and failed handshakes since the last finished read."""
     until: float
     """End of the quarantine."""
+    trial_at: float = -math.inf
+    """When the last trial handshake began."""
     released: bool = False
     """Whether the engine's state was released since the last finished read."""
 
@@ -264,8 +274,8 @@ class PeerTable:
                 self._reschedule(peer, min(earliest, now + self.interval))
                 continue
             peer.last_sent = due
-            # Skip beats that have already passed instead of catching up.
-            missed = math.floor((now - due) / self.interval)
+            # Skip beats that have passed, or are less than half an interval off.
+            missed = math.floor((now - due) / self.interval + 0.5)
             self._reschedule(peer, due + (missed + 1) * self.interval)
             return engine_id
         self._refresh_next_look()
@@ -337,7 +347,9 @@ class PeerTable:
 
     def wants_question(self, peer: Peer, now: float, last_active: float) -> bool:
         """Return whether a quiet peer should be asked for a sign of life now."""
-        if peer.address is None or peer.loss is not None:
+        if peer.address is None:
+            return False
+        if peer.loss is not None and peer.loss.verdict is not Verdict.SILENT:
             return False
         wait = self.question_interval
         if not peer.unanswered:
@@ -409,15 +421,13 @@ class PeerTable:
         """Return whether the engine was released or failed a handshake lately."""
         return engine_id in self._backoff
 
-    def refuse_handshake(
-        self, engine_id: str, now: float, running: Collection[str]
-    ) -> str | None:
+    def refuse_handshake(self, engine_id: str, now: float, running: bool) -> str | None:
         """Return why a request must not wait for a handshake now, or None.
 
         Args:
             engine_id: The engine to shake hands with; its state is not loaded.
             now: Current time.
-            running: Engines with a handshake queued or running.
+            running: Whether a handshake to it is queued or running already.
 
         """
         backoff = self._backoff.get(engine_id)
@@ -425,9 +435,8 @@ class PeerTable:
             return None
         if now < backoff.until:
             return f"quarantined for another {backoff.until - now:.1f} s"
-        # One trial, of one suspect, at a time: handshakes share one thread, and
-        # each attempt at a dead address keeps healthy peers waiting.
-        for other in running:
-            if (b := self._backoff.get(other)) is not None and b.strikes >= 2:
-                return "quarantined while another handshake is on trial"
+        if not running:
+            backoff.trial_at = now
+        elif now - backoff.trial_at > _TRIAL_JOIN_S:
+            return "quarantined, and its trial handshake has not been answered yet"
         return None
