@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Taking the stock connector's place, and standing down where we do not fit."""
 
-import builtins
+import importlib.machinery
 import logging
 import sys
 from typing import Any
@@ -130,20 +130,38 @@ def test_a_factory_of_another_shape_does_not_break_serving(
     assert "stands down: AttributeError" in line
 
 
-def test_a_vllm_without_a_factory_does_not_break_serving(
-    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
-):
-    real_import = builtins.__import__
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
-    def no_factory(name: str, *args: Any) -> Any:
-        if name.endswith("kv_connector.factory"):
-            raise ModuleNotFoundError(name)
-        return real_import(name, *args)
 
-    monkeypatch.setattr(builtins, "__import__", no_factory)
+@pytest.fixture
+def no_factory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which the factory has not been imported yet."""
+    package = sys.modules[FACTORY.rpartition(".")[0]]
+    monkeypatch.setattr(package, "factory", sys.modules[FACTORY])
+    monkeypatch.delitem(sys.modules, FACTORY)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+
+def test_the_factory_is_not_imported_but_waited_for(no_factory: None):
+    before = list(sys.meta_path)
     register()
-    (line,) = warnings
-    assert "stands down: ModuleNotFoundError" in line
+    register()
+    assert FACTORY not in sys.modules and len(sys.meta_path) == len(before) + 1
+    factory = importlib.import_module(FACTORY).KVConnectorFactory
+    assert sys.meta_path == before
+    loaded = factory.get_connector_class_by_name("NixlConnector")
+    assert loaded is nixl_connector.NixlConnector
+    push = factory.get_connector_class_by_name("NixlPushConnector")
+    assert push is stock_package.NixlPushConnector
+
+
+def test_a_vllm_without_a_factory_does_not_break_serving(
+    no_factory: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda *args: None)
+    register()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(FACTORY)
 
 
 @pytest.mark.parametrize(

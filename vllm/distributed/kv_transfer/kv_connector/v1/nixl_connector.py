@@ -104,6 +104,7 @@ REQUIRED_WORKER_ATTRIBUTES = (
     "_engine_last_active",
     "_failed_recv_reqs",
     "_handshake_futures",
+    "_handshake_initiation_executor",
     "_handshake_lock",
     "_recv_failures",
     "_recving_metadata",

@@ -179,7 +179,7 @@ class PeerMonitor:
                     worker._monitor_tick(side_channel, self._stopping)
                 except Exception as e:
                     # An error must not end the monitor; nor fill the log.
-                    if (kind := repr(e)) not in logged:
+                    if (kind := type(e).__name__) not in logged:
                         logged.add(kind)
                         logger.exception("NIXL peer monitor: tick failed")
                 del worker
