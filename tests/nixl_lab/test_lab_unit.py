@@ -268,6 +268,8 @@ def test_no_server_outlives_the_process_that_started_it(
         from nixl_lab import demo
         from nixl_lab.servers import Deployment, ServerOptions, VllmServer
 
+        # Ignored where tests run in the background of a shell.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         VllmServer._command = lambda self: ["sleep", "99"]
         folder = Path({str(tmp_path)!r})
 

@@ -185,9 +185,19 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
     def _nixl_lock(self) -> threading.RLock:  # type: ignore[valid-type]
         return threading.RLock()
 
+    # Stock attributes that not every such test sets, since not every stock method
+    # needs them.
     @functools.cached_property
     def _engine_last_active(self) -> dict[str, float]:  # type: ignore[override]
         return {}
+
+    @functools.cached_property
+    def _handshake_futures(self) -> dict[str, Future[Any]]:  # type: ignore[override]
+        return {}
+
+    @functools.cached_property
+    def _handshake_lock(self) -> threading.RLock:  # type: ignore[override,valid-type]
+        return threading.RLock()
 
     @functools.cached_property
     def _handshake(self) -> threading.local:
