@@ -15,6 +15,10 @@ PY := .venv/bin/python
 INSTALL := $(PYTHON) tools/install.py
 NEWEST := 0.33.0
 UNIT := tests/v1/kv_connector/unit
+REAL := tests/v1/kv_connector/nixl_integration
+# In a process of its own: UCX looks for network devices once, and these tests have
+# namespaces with others.
+FAULTS := $(REAL)/test_network_faults.py
 
 .PHONY: help
 help: ## Show this list
@@ -44,7 +48,8 @@ test: install ## Lint, types and every test
 	$(call stage,Unit tests on vLLM $(NEWEST),PYTHONPATH=$(CURDIR)/.venv/vllm-$(NEWEST) VLLM_TARGET_DEVICE=cpu $(PY) -m pytest -q $(UNIT))
 	$(call stage,Packaging,$(PY) -m pytest -q tests/packaging)
 	$(call stage,Lab,$(PY) -m pytest -q tests/nixl_lab)
-	$(call stage,Real NIXL and real vLLM,$(PY) -m pytest -q tests/v1/kv_connector/nixl_integration)
+	$(call stage,Real NIXL and real vLLM,$(PY) -m pytest -q $(REAL) --ignore $(FAULTS))
+	$(call stage,Network faults,$(PY) -m pytest -q $(FAULTS))
 
 .PHONY: demo
 demo: install ## Kill a prefill and watch the decoder let go (SCENARIO=, STOCK=1)
