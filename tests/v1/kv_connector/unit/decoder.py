@@ -6,10 +6,8 @@ Time is a number that the test moves, and handshakes run when the test says so:
 nothing here sleeps or depends on the scheduling of threads.
 """
 
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -227,9 +225,8 @@ def make_decoder(monkeypatch: Any, **extra: Any) -> Decoder:
     monkeypatch.setattr(
         base_worker.NixlBaseConnectorWorker, "_nixl_handshake", nixl_handshake
     )
-    # A peer with a history is probed by TCP first.
-    probe = SimpleNamespace(create_connection=lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(nixl_connector, "socket", probe)
+    # A peer with a history is probed first; there is no listener here.
+    monkeypatch.setattr(nixl_connector, "_probe_listener", lambda host, port: None)
     monkeypatch.setattr(
         nixl_connector.NixlConnectorWorker, "_start_monitor", lambda worker: None
     )

@@ -4,10 +4,13 @@
 
 import logging
 import math
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import zmq
 from decoder import Decoder, make_decoder
 from fake_nixl import FakeNixl, PeerState
 from nixl._bindings import (
@@ -17,7 +20,10 @@ from nixl._bindings import (
 )
 from worker_factory import make_connector, make_vllm_config
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import (
+    KVConnectorRole,
+    nixl_connector,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlPullConnectorWorker,
     base_worker,
@@ -573,6 +579,29 @@ def test_a_new_peer_never_queues_behind_attempts_at_dead_ones(decoder: Decoder):
     decoder.step()
     assert [args[3] for _, _, args in decoder.handshakes.pending] == ["healthy"]
     assert [args[3] for _, _, args in decoder.retries.pending] == dead
+
+
+def test_a_live_listener_passes_the_probe():
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        nixl_connector._probe_listener(
+            "127.0.0.1", listener.bind_to_random_port("tcp://127.0.0.1")
+        )
+
+
+@pytest.mark.parametrize("state", ["dead", "dying", "stopped"])
+def test_no_other_does(state: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nixl_connector, "_PROBE_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if state == "dead":
+            listener.close()
+        dying = threading.Thread(target=lambda: listener.accept()[0].close())
+        if state == "dying":
+            dying.start()
+        with pytest.raises(OSError):
+            nixl_connector._probe_listener("127.0.0.1", port)
+        if state == "dying":
+            dying.join()
 
 
 def test_a_finished_read_clears_the_quarantine(decoder: Decoder):
