@@ -88,3 +88,7 @@ class PrefillCrowdProcess:
         """Make progress on every agent and drop its notifications."""
         for agent in self._agents:
             agent.get_new_notifs()
+
+    def rest(self) -> None:
+        """Only answer the side channels from now on."""
+        self.stepping = False

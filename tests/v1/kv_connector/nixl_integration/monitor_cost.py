@@ -58,6 +58,7 @@ def measure_monitor(nursery: Nursery, num_peers: int, seconds: float) -> Monitor
         decoder = stack.enter_context(contextlib.closing(Decoder(nice=0)))
         worker = decoder.worker
         payload = msgspec.msgpack.encode(worker.xfer_handshake_metadata)
+        crowd = []
         ports = {f"peer-{i}": free_port() for i in range(num_peers)}
         for first in range(0, num_peers, _AGENTS_PER_PROCESS):
             engine_ids = list(ports)[first : first + _AGENTS_PER_PROCESS]
@@ -71,7 +72,7 @@ def measure_monitor(nursery: Nursery, num_peers: int, seconds: float) -> Monitor
                 },
                 {},
             )
-            stack.enter_context(contextlib.closing(child))
+            crowd.append(stack.enter_context(contextlib.closing(child)))
         for engine_id, port in ports.items():
             worker._ensure_handshake(engine_id, "127.0.0.1", port, 1)
         wait_until(
@@ -90,6 +91,9 @@ def measure_monitor(nursery: Nursery, num_peers: int, seconds: float) -> Monitor
 
         watched, total = watch()
         # The same again with an agent that does nothing: what is left is our own.
+        # A crowd that keeps the cores' caches busy would double it.
+        for child in crowd:
+            child.call("rest")
         stub = _StubAgent()
         real, worker.nixl_wrapper = worker.nixl_wrapper, stub
         try:

@@ -430,6 +430,22 @@ def test_an_idle_peer_is_asked_less_until_it_fails_to_answer(table: PeerTable):
     assert table.wants_question(peer, now + 40, T0)
 
 
+def test_quiet_peers_are_looked_for_ten_times_per_question_interval(table: PeerTable):
+    wait = table.question_interval
+    table.connect("quiet", T0, address=("host", 1))
+    table.connect("heard", T0, address=("host", 2))
+    table.connect("asked", T0, address=("host", 3))
+    table.heard("heard", T0 + 1)
+    last_active = dict.fromkeys(("quiet", "heard", "asked"), T0)
+    assert table.take_quiet(T0 + 0.95 * wait, last_active) == []
+    assert table.take_quiet(T0 + wait, last_active) == []
+    quiet = table.take_quiet(T0 + 1.05 * wait, last_active)
+    assert [peer.engine_id for peer in quiet] == ["quiet", "asked"]
+    table.asked("asked", T0 + 1.05 * wait)
+    quiet = table.take_quiet(T0 + 1.15 * wait, last_active)
+    assert [peer.engine_id for peer in quiet] == ["quiet", "heard"]
+
+
 def test_a_peer_without_an_address_is_not_asked(table: PeerTable):
     table.connect("p", T0)
     peer = table.get("p")

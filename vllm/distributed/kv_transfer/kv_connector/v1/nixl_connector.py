@@ -732,7 +732,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             return
         # Idle work may start an interval after the last step and then has
         # another one for the heartbeat: a few ticks each keep that promise.
-        monitor = PeerMonitor(self, period=min(self._peers.interval / 4, 1.0))
+        monitor = PeerMonitor(self, period=min(self._peers.interval / 2, 1.0))
         try:
             monitor.start()
         except RuntimeError:
@@ -767,15 +767,14 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
                     return
                 if not drained:
                     self._keep_notifs()
+                    self._sync_peers(time.perf_counter())
                     drained = True
                 elif not self._do_idle_job():
                     return
 
     def _do_idle_job(self) -> bool:
         """Do one peer's due work; return whether there was any."""
-        now = time.perf_counter()
-        self._sync_peers(now)
-        engine_id = self._peers.take_due(now, self._engine_last_active)
+        engine_id = self._peers.take_due(time.perf_counter(), self._engine_last_active)
         if engine_id is not None:
             self._send_heartbeat(engine_id)
             return True
@@ -820,13 +819,9 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
                 elif self._peers.unanswered(engine_id, answer.asked_at, now):
                     evidence = "no answer on its side channel"
                     self._lose(engine_id, Verdict.SILENT, evidence, now)
-        for peer in self._peers.peers():
-            active = self._engine_last_active.get(peer.engine_id, peer.connected_at)
-            if (
-                peer.address is not None
-                and self._peers.wants_question(peer, now, active)
-                and side_channel.ask(peer.engine_id, peer.address, peer.ask_rank, now)
-            ):
+        for peer in self._peers.take_quiet(now, self._engine_last_active):
+            assert peer.address is not None
+            if side_channel.ask(peer.engine_id, peer.address, peer.ask_rank, now):
                 with self._nixl_lock:
                     self._peers.asked(peer.engine_id, now)
 

@@ -34,6 +34,8 @@ _MIN_SILENCE_S = 30.0
 # Bounds of the time between two questions (five heartbeat intervals).
 _MIN_QUESTION_INTERVAL_S = 5.0
 _MAX_QUESTION_INTERVAL_S = 30.0
+# Looks for quiet peers per question interval: each look is at every peer.
+_LOOKS_PER_QUESTION = 10
 
 _MIN_QUARANTINE_S = 1.0
 _MAX_QUARANTINE_S = 60.0
@@ -129,6 +131,8 @@ class Peer:
     """Last proof of life: an answer, never a successful send."""
     due: float
     """When the schedule looks at this peer next."""
+    offset: float = 0.0
+    """Its fixed place within the spread of an interval, in seconds."""
     last_sent: float = -math.inf
     """The due time that the last heartbeat was sent for."""
     address: tuple[str, int] | None = None
@@ -178,6 +182,7 @@ class PeerTable:
         self._peers: dict[str, Peer] = {}
         self._schedule: list[tuple[float, str]] = []
         self._synced_at = -math.inf
+        self._looked_for_quiet_at = -math.inf
         self._backoff: dict[str, _Backoff] = {}
 
     def __contains__(self, engine_id: str) -> bool:
@@ -204,10 +209,12 @@ class PeerTable:
 
         The handshake counts as the first heartbeat and as a proof of life.
         """
+        offset = zlib.crc32(engine_id.encode()) / 2**32 * _SPREAD * self.interval
+        due = now + self.interval + offset
         self._peers[engine_id] = peer = Peer(
-            engine_id, now, now, 0.0, address=address, ask_rank=ask_rank
+            engine_id, now, now, due, offset, address=address, ask_rank=ask_rank
         )
-        self._reschedule(peer, now + self.interval + self._offset(engine_id))
+        self._reschedule(peer, due)
 
     def sync(
         self,
@@ -265,9 +272,7 @@ class PeerTable:
                 continue
             active = last_active.get(engine_id, peer.connected_at)
             interval = self._interval_after(now - active)
-            earliest = max(
-                active + interval + self._offset(engine_id), peer.last_sent + interval
-            )
+            earliest = max(active + interval + peer.offset, peer.last_sent + interval)
             if earliest > now:
                 # Looked at again within an interval even if the heartbeat is
                 # further off: a read in between makes it due sooner.
@@ -284,10 +289,6 @@ class PeerTable:
     def _interval_after(self, idle: float) -> float:
         """Return the heartbeat interval to a peer without traffic for ``idle``."""
         return max(self.interval, min(idle / _IDLE_FRACTION, _MAX_IDLE_INTERVAL_S))
-
-    def _offset(self, engine_id: str) -> float:
-        """Return this peer's fixed place within the spread of an interval."""
-        return zlib.crc32(engine_id.encode()) / 2**32 * _SPREAD * self.interval
 
     def _reschedule(self, peer: Peer, due: float) -> None:
         peer.due = due
@@ -344,6 +345,28 @@ class PeerTable:
         return min(
             max(5 * self.interval, _MIN_QUESTION_INTERVAL_S), _MAX_QUESTION_INTERVAL_S
         )
+
+    def take_quiet(self, now: float, last_active: Mapping[str, float]) -> list[Peer]:
+        """Return the peers to ask for a sign of life now.
+
+        Args:
+            now: Current time.
+            last_active: As in :meth:`take_due`.
+
+        """
+        wait = self.question_interval
+        if now < self._looked_for_quiet_at + wait / _LOOKS_PER_QUESTION:
+            return []
+        self._looked_for_quiet_at = now
+        return [
+            peer
+            for peer in self.peers()
+            # Most peers have answered lately: they cost no more than this.
+            if max(peer.last_heard, peer.asked_at) <= now - wait
+            and self.wants_question(
+                peer, now, last_active.get(peer.engine_id, peer.connected_at)
+            )
+        ]
 
     def wants_question(self, peer: Peer, now: float, last_active: float) -> bool:
         """Return whether a quiet peer should be asked for a sign of life now."""
