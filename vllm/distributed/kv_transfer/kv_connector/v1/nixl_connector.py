@@ -263,12 +263,15 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
 
     # -- The step --------------------------------------------------------------
 
+    # What every step runs names the stock class: a `super()` call takes 0.12 us on
+    # Python 3.11, and three of them a third of what this adds to an empty step.
+
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         """Start the reads of a step; each counts as its peer's heartbeat."""
         self._step_waits = True
         with self._nixl_lock:
             self._step_waits = False
-            super().start_load_kv(metadata)
+            NixlPullConnectorWorker.start_load_kv(self, metadata)
             if metadata.reqs_to_send:
                 # Decoders are about to connect: their heartbeats must not pile
                 # up in NIXL's unbounded list while this engine idles.
@@ -279,7 +282,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         self._step_waits = True
         with self._nixl_lock:
             self._step_waits = False
-            results = super().get_transfer_results()
+            results = NixlPullConnectorWorker.get_transfer_results(self)
             peers = self._peers
             self._last_step = now = time.perf_counter()
             if peers.next_look <= now:
@@ -490,7 +493,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         try:
             if self._kept_notifs:
                 return self._get_kept_and_new_notifs()
-            return super()._get_new_notifs()
+            return NixlPullConnectorWorker._get_new_notifs(self)
         except Exception as e:
             self._tolerate_notif_error(e)
             return set()
