@@ -73,6 +73,7 @@ class ServerOptions:
         stock: Leave the plugin out, so that vLLM's own connector runs.
         interval: The connector's `peer_heartbeat_interval`; None for its default.
         env: Further environment variables.
+        flags: Further flags.
         start_timeout: Seconds that a server may take until it is healthy.
     """
 
@@ -81,6 +82,7 @@ class ServerOptions:
     stock: bool = False
     interval: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
     start_timeout: float = 600.0
 
 
@@ -205,6 +207,7 @@ class VllmServer:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", HOST, "--port", str(self.port)]
         command += ["--model", str(self.options.model), *_SERVER_FLAGS]
+        command += self.options.flags
         return [*command, "--kv-transfer-config", json.dumps(self._kv_transfer())]
 
     def _kv_transfer(self) -> dict[str, object]:
@@ -221,9 +224,10 @@ class VllmServer:
         }
 
     def _environment(self) -> dict[str, str]:
-        env = {**os.environ, **_SERVER_ENV, **self.options.env}
-        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
+        env = {**os.environ, **_SERVER_ENV}
         env.pop("VLLM_PLUGINS", None)
+        env |= self.options.env
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
         if self.options.stock:
             env["VLLM_PLUGINS"] = ""
         return env

@@ -16,8 +16,10 @@ While no step runs, a monitor thread does the same work. Policy is in
 ``nixl_peer_policy``, threads are in ``nixl_peer_monitor``.
 """
 
+import collections
 import contextlib
 import functools
+import os
 import socket
 import threading
 import time
@@ -58,6 +60,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import (
     is_disconnect,
     is_nixl_error,
     parse_heartbeat_interval,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_stats import (
+    NixlPeerPromMetrics,
+    NixlPeerStats,
+    PeerEvents,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_ucx import (
+    ucx_setting_problems,
 )
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -112,8 +122,11 @@ REQUIRED_WORKER_ATTRIBUTES = (
     "_remote_agents",
     "device_id",
     "dst_xfer_side_handles",
+    "nixl_backends",
     "nixl_wrapper",
+    "tp_rank",
     "use_host_buffer",
+    "xfer_stats",
 )
 
 
@@ -158,6 +171,11 @@ def _probe_listener(host: str, port: int) -> None:
     with socket.create_connection((host, port), _PROBE_TIMEOUT_S) as probe:
         if not probe.recv(1):
             raise ConnectionError(f"{host}:{port} closed the connection")
+
+
+def _reads_blocks(meta: "ReqMeta") -> bool:
+    """Return whether a request reads blocks; one that does not notifies only."""
+    return any(len(group) > 0 for group in meta.local_block_ids)
 
 
 class PeerQuarantinedError(RuntimeError):
@@ -234,6 +252,11 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         return {}
 
     @functools.cached_property
+    def _peer_events(self) -> PeerEvents:
+        """What the metrics count, until a step takes it along."""
+        return PeerEvents()
+
+    @functools.cached_property
     def _logged_notif_errors(self) -> set[str]:
         return set()
 
@@ -260,6 +283,14 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             raise ValueError(f"{HEARTBEAT_INTERVAL_KEY}=0: use the stock worker")
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._peers = PeerTable(interval)
+        self.xfer_stats = NixlPeerStats()
+        if (
+            current_platform.is_cuda()
+            and "UCX" in self.nixl_backends
+            and self.tp_rank == 0
+        ):
+            for problem in ucx_setting_problems(os.environ):
+                logger.warning("NIXL peer release: %s", problem)
 
     # -- The step --------------------------------------------------------------
 
@@ -289,7 +320,15 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
                 self._send_due_heartbeats(now)
             if peers.lost:
                 self._release_unreachable_remote_engines()
+            if self._peer_events:
+                self._report_peer_events()
             return results
+
+    def _report_peer_events(self) -> None:
+        # Not a stock worker's stats, which the tests of forks give to one of ours.
+        if isinstance(self.xfer_stats, NixlPeerStats):
+            self.xfer_stats.record_peer_events(self._peer_events)
+        self._peer_events.clear()
 
     def _send_due_heartbeats(self, now: float) -> None:
         self._sync_peers(now)
@@ -308,14 +347,19 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
     def _send_heartbeat(self, engine_id: str) -> int:
         """Send one heartbeat to each agent of a peer; return the number of sends."""
         agents = list(self._remote_agents.get(engine_id, {}).values())
-        for sends, agent_name in enumerate(agents, start=1):
+        sends = failures = 0
+        for agent_name in agents:
+            sends += 1
             try:
                 self.nixl_wrapper.send_notif(agent_name, notif_msg=_HEARTBEAT)
             except Exception as e:
+                failures += 1
                 self._note_error(engine_id, e, "heartbeat", agent_name)
                 if engine_id in self._peers.lost:
-                    return sends
-        return len(agents)
+                    break
+        self._peer_events.count("peer_heartbeats_sent", sends - failures)
+        self._peer_events.count("peer_heartbeats_failed", failures)
+        return sends
 
     def _release_unreachable_remote_engines(self) -> None:
         """Release every lost peer from which no read is open.
@@ -336,6 +380,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             elif engine_id in busy:
                 if loss.held_since is None:
                     loss.held_since = time.perf_counter()
+                    self._peer_events.count("peer_releases_held")
                     logger.warning(
                         "NIXL peer held by open reads: %s | Context: %s",
                         engine_id,
@@ -374,6 +419,8 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         agent_name: str | None = None,
     ) -> None:
         if self._peers.lose(engine_id, verdict, evidence, now):
+            if verdict in (Verdict.UNREACHABLE, Verdict.SILENT):
+                self._peer_events.count(f"peers_{verdict.value}")
             context = self._peer_context(engine_id, self._peers.lost[engine_id])
             if agent_name is not None:
                 context["failed_agent"] = agent_name
@@ -384,11 +431,10 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
     def _peer_context(self, engine_id: str, loss: Loss) -> dict[str, Any]:
         """Return the facts about a lost peer that its log lines share."""
         peer = self._peers.get(engine_id)
-        address = peer.address if peer is not None else None
         return {
             "engine_id": self.engine_id,
             "remote_engine_id": engine_id,
-            "remote_address": address and f"{address[0]}:{address[1]}",
+            "remote_address": peer and peer.address_text,
             "remote_agents": list(self._remote_agents.get(engine_id, {}).values()),
             "evidence": loss.evidence,
             "since_proof_of_life_s": round(loss.quiet_for, 3),
@@ -419,6 +465,10 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             # One line per request would bury the log while a router keeps
             # sending to a dead peer; the quarantine itself has been logged.
             logger.debug("Request %s refused: %s", req_id, error)
+            # The scheduler sends a failed request again, without blocks, to have
+            # its peer notified.
+            if meta is not None and _reads_blocks(meta):
+                self._peer_events.count("peer_requests_refused")
             return
         super()._log_failure(failure_type, req_id, msg, error, meta, **extra_context)
         if error is None or failure_type.startswith("handshake"):
@@ -525,9 +575,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         if self._is_registered_again(meta):
             evidence = "it has registered its KV cache again"
             self._lose(engine_id, Verdict.REPLACED, evidence, time.perf_counter())
-        if engine_id in self._peers.lost and any(
-            len(group) > 0 for group in meta.local_block_ids
-        ):
+        if engine_id in self._peers.lost and _reads_blocks(meta):
             # It would fail, or be stuck in a silent peer, and hold the release.
             self._failed_recv_reqs.put(req_id)
             return
@@ -625,7 +673,9 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             self._peers.connect(
                 expected_engine_id, now, (host, port), next(iter(agents), (0, 0))
             )
+            self._peer_events.set("connected_peers", len(self._peers))
             if self._peers.was_released(expected_engine_id):
+                self._peer_events.count("peers_reconnected")
                 logger.info(
                     "NIXL peer reconnected: %s | Context: %s",
                     expected_engine_id,
@@ -711,6 +761,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
                 super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
             now = time.perf_counter()
             self._peers.forget(engine_id)
+            self._peer_events.set("connected_peers", len(self._peers))
             if left_behind:
                 logger.warning(
                     "NIXL could not free all of peer %s: %s", engine_id, left_behind
@@ -718,6 +769,8 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             if loss is None:
                 return
             self._peers.released(engine_id, now)
+            self._peer_events.count("peers_released")
+            self._peer_events.observe("peer_release_seconds", now - loss.found_at)
             held_since = loss.held_since
             context |= {
                 "verdict": loss.verdict.value,
@@ -727,6 +780,86 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
                 "held_by_reads_s": round(start - held_since, 3) if held_since else 0.0,
             }
             logger.info("NIXL peer released: %s | Context: %s", engine_id, context)
+
+    # -- By hand -----------------------------------------------------------------
+
+    def list_peers(self) -> list[dict[str, Any]]:
+        """Return what is known about each connected peer, as plain values.
+
+        Returns:
+            One dict a peer: ``engine_id``, ``address`` ("host:port", None if its
+            handshake was not seen), ``agents``, ``state`` ("connected", or the
+            verdict on a peer that is to be released), ``since_proof_of_life_s``,
+            ``open_reads`` and ``last_error`` (None if there was none).
+
+        """
+        with self._nixl_lock:
+            now = time.perf_counter()
+            self._sync_peers(now)
+            open_reads = self._open_reads()
+            return [
+                {
+                    "engine_id": peer.engine_id,
+                    "address": peer.address_text,
+                    "agents": [
+                        name.decode() if isinstance(name, bytes) else name
+                        for name in self._remote_agents.get(peer.engine_id, {}).values()
+                    ],
+                    "state": peer.loss.verdict.value if peer.loss else "connected",
+                    "since_proof_of_life_s": round(now - peer.last_heard, 3),
+                    "open_reads": open_reads[peer.engine_id],
+                    "last_error": peer.last_error,
+                }
+                for peer in self._peers.peers()
+            ]
+
+    def retire_peers(
+        self, engine_id: str | None = None, address: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Release the peers that the operator names, as if they were dead.
+
+        A peer with open reads goes as soon as they end and takes no new ones until
+        then. The next request for a released engine shakes hands again.
+
+        Args:
+            engine_id: Engine to release.
+            address: Side channel of the engines to release, "host:port".
+
+        Returns:
+            One dict a peer that was connected: ``engine_id``, ``result``
+            ("released" or "busy") and ``open_reads``.
+
+        """
+        with self._nixl_lock:
+            now = time.perf_counter()
+            self._sync_peers(now)
+            named = [
+                peer.engine_id
+                for peer in self._peers.peers()
+                if engine_id == peer.engine_id
+                or (address and address == peer.address_text)
+            ]
+            for name in named:
+                self._lose(name, Verdict.RETIRED, "released by the operator", now)
+            self._release_unreachable_remote_engines()
+            open_reads = self._open_reads()
+            return [
+                {
+                    "engine_id": name,
+                    "result": "busy" if name in self._peers else "released",
+                    "open_reads": open_reads[name],
+                }
+                for name in named
+            ]
+
+    def _open_reads(self) -> collections.Counter[str]:
+        """Return the number of requests with an open read, by engine."""
+        return collections.Counter(
+            meta.remote.engine_id
+            for req_id in self._recving_transfers
+            if (meta := self._recving_metadata.get(req_id)) is not None
+            and meta.remote is not None
+        )
 
     # -- Off the main thread ---------------------------------------------------
 
@@ -935,6 +1068,18 @@ class NixlConnector(StockNixlPullConnector):
             self.connector_worker = worker_cls(
                 vllm_config, self.engine_id, kv_cache_config
             )
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> NixlPeerStats:
+        """Return statistics that hold ``data``, or nothing yet."""
+        return NixlPeerStats() if data is None else NixlPeerStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> NixlPeerPromMetrics:
+        """Return the Prometheus metrics that the statistics go to."""
+        return NixlPeerPromMetrics(*args, **kwargs)
 
 
 NixlPullConnector = NixlConnector

@@ -88,6 +88,8 @@ class Verdict(enum.Enum):
     """The peer left several questions unanswered."""
     REPLACED = "replaced"
     """Another engine answers at the peer's address."""
+    RETIRED = "retired"
+    """The operator has asked for its release."""
 
 
 def is_nixl_error(error: BaseException) -> bool:
@@ -144,8 +146,14 @@ class Peer:
     first_unanswered_at: float = 0.0
     """When the first of the unanswered questions was asked."""
     loss: Loss | None = None
+    last_error: str | None = None
     logged_errors: set[str] = field(default_factory=set)
     """Names of untyped errors already logged for this peer."""
+
+    @property
+    def address_text(self) -> str | None:
+        """The address as "host:port"."""
+        return self.address and f"{self.address[0]}:{self.address[1]}"
 
 
 @dataclass(slots=True)
@@ -187,6 +195,9 @@ class PeerTable:
 
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._peers
+
+    def __len__(self) -> int:
+        return len(self._peers)
 
     def get(self, engine_id: str) -> Peer | None:
         """Return what is known about a connected peer."""
@@ -312,6 +323,7 @@ class PeerTable:
         peer = self._peers.get(engine_id)
         if peer is None or peer.loss is not None:
             return False
+        peer.last_error = evidence
         peer.loss = Loss(verdict, evidence, now, now - peer.last_heard)
         self.lost[engine_id] = peer.loss
         return True
@@ -319,7 +331,10 @@ class PeerTable:
     def is_first_error(self, engine_id: str, kind: str) -> bool:
         """Return whether an untyped error of this kind is new for this peer."""
         peer = self._peers.get(engine_id)
-        if peer is None or kind in peer.logged_errors:
+        if peer is None:
+            return False
+        peer.last_error = kind
+        if kind in peer.logged_errors:
             return False
         peer.logged_errors.add(kind)
         return True
