@@ -122,7 +122,9 @@ def _many_due_together(decoder: Decoder, quick: bool) -> dict[str, Any]:
     The peers are made up; what is sent for them goes to the real agents in turn.
     """
     worker = decoder.worker
-    agents = [agent for peer in worker._remote_agents.values() for agent in peer.items()]
+    agents = [
+        agent for peer in worker._remote_agents.values() for agent in peer.items()
+    ]
     made_up = {
         f"made-up-{number}": dict([agent])
         for number, agent in zip(range(_DUE_TOGETHER), itertools.cycle(agents))
