@@ -11,6 +11,7 @@ handshake sees a dead prefill at once; handshakes queue as in the worker.
 """
 
 import collections
+import functools
 import heapq
 import itertools
 import math
@@ -264,7 +265,9 @@ class Decoder:
             start = max(now, self._first_thread_free)
             self._first_thread_free = start + seconds
         prefill.handshakes[int(start)] += 1
-        self.simulation.at(start + seconds, lambda: self._shaken(prefill, engine_id))
+        self.simulation.at(
+            start + seconds, functools.partial(self._shaken, prefill, engine_id)
+        )
 
     def _shaken(self, prefill: Prefill, engine_id: str) -> None:
         now = self.simulation.now
@@ -289,8 +292,10 @@ def _crashes(simulation: Simulation) -> float:
         simulation.prefills, min(_CRASHES, len(simulation.prefills))
     ):
         start = simulation.now + simulation.random.uniform(0, 60)
-        simulation.at(start, lambda p=prefill: simulation.kill(p))
-        simulation.at(start + _RESTART_S, lambda p=prefill: simulation.replace(p))
+        simulation.at(start, functools.partial(simulation.kill, prefill))
+        simulation.at(
+            start + _RESTART_S, functools.partial(simulation.replace, prefill)
+        )
     return 60 + _RESTART_S + 60
 
 
@@ -298,8 +303,10 @@ def _rolling_restart(simulation: Simulation) -> float:
     every = 180 / len(simulation.prefills)
     for number, prefill in enumerate(simulation.prefills):
         start = simulation.now + number * every
-        simulation.at(start, lambda p=prefill: simulation.kill(p))
-        simulation.at(start + _RESTART_S, lambda p=prefill: simulation.replace(p))
+        simulation.at(start, functools.partial(simulation.kill, prefill))
+        simulation.at(
+            start + _RESTART_S, functools.partial(simulation.replace, prefill)
+        )
     return 180 + _RESTART_S + 60
 
 
@@ -307,7 +314,7 @@ def _mass_restart(simulation: Simulation) -> float:
     for prefill in simulation.prefills:
         simulation.kill(prefill)
         back = simulation.now + _RESTART_S
-        simulation.at(back, lambda p=prefill: simulation.replace(p))
+        simulation.at(back, functools.partial(simulation.replace, prefill))
     return _RESTART_S + 120
 
 
@@ -316,7 +323,9 @@ def _mass_restart_unnoticed(simulation: Simulation) -> float:
     for prefill in simulation.prefills:
         simulation.kill(prefill, router_notices=False)
         back = simulation.now + _RESTART_S
-        simulation.at(back, lambda p=prefill: simulation.replace(p, same_id=True))
+        simulation.at(
+            back, functools.partial(simulation.replace, prefill, same_id=True)
+        )
     return _RESTART_S + 120
 
 

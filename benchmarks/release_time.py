@@ -20,7 +20,8 @@ from benchmarks.peers_pool import Crowd, connect, running_nursery, start_crowd
 INTERVALS_S = (0.5, 2.0, 5.0)
 KILLS = 50
 _KILLS_PER_ROUND = 10
-_QUICK = {"intervals": (0.5,), "kills": 4}
+_QUICK_INTERVALS_S = (0.5,)
+_QUICK_KILLS = 4
 _POLL_S = 0.002
 _READ_EVERY_S = 0.05
 _GIVE_UP_INTERVALS = 10
@@ -29,10 +30,10 @@ _TARGET_OVER_INTERVAL_S = 0.3
 
 def measure(quick: bool) -> dict[str, Any]:
     """Kill prefills at several intervals, with decoders that step and that idle."""
-    kills = _QUICK["kills"] if quick else KILLS
+    kills = _QUICK_KILLS if quick else KILLS
     rows = []
     with running_nursery() as nursery:
-        for interval in _QUICK["intervals"] if quick else INTERVALS_S:
+        for interval in _QUICK_INTERVALS_S if quick else INTERVALS_S:
             for busy in (True, False):
                 with contextlib.closing(_Watch(nursery, interval, busy)) as watch:
                     rows.append(watch.run(kills))

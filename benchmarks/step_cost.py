@@ -46,21 +46,22 @@ class NullAgent:
 
 
 @contextlib.contextmanager
-def connected_worker(interval: float, peers: int) -> Iterator[Any]:
+def connected_worker(interval: float, engine_ids: list[str]) -> Iterator[Any]:
     """Yield a worker that has shaken hands with peers, on an agent that does nothing.
 
     Args:
         interval: Its `peer_heartbeat_interval`; 0 is the stock worker.
-        peers: Number of its peers.
+        engine_ids: Its peers. Two workers that are compared get the same strings:
+            where in memory they lie matters to stock's look at all of them.
 
     """
     with pytest.MonkeyPatch.context() as patch:
         decoder = make_decoder(patch, peer_heartbeat_interval=interval)
         decoder.clock.now = time.perf_counter()
-        for number in range(peers):
-            decoder.connect(f"peer-{number}")
+        for engine_id in engine_ids:
+            decoder.connect(engine_id)
     worker = decoder.worker
-    assert len(worker._remote_agents) == peers
+    assert len(worker._remote_agents) == len(engine_ids)
     worker.nixl_wrapper = NullAgent()
     try:
         yield worker
@@ -72,9 +73,10 @@ def measure(quick: bool) -> dict[str, Any]:
     """Measure steps with nothing to do, for several numbers of connected peers."""
     rows = []
     for peers in PEERS:
+        engine_ids = [f"peer-{number}" for number in range(peers)]
         with (
-            connected_worker(_INTERVAL_S, peers) as ours,
-            connected_worker(0, peers) as stock,
+            connected_worker(_INTERVAL_S, engine_ids) as ours,
+            connected_worker(0, engine_ids) as stock,
         ):
             rows.append({"peers": peers, **_compare(ours, stock, quick)})
     return {"rows": rows}
