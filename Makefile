@@ -10,6 +10,8 @@ PYTHON ?= python3
 UV ?= uv
 SCENARIO ?= replace
 STOCK ?=
+QUICK ?=
+ONLY ?=
 
 PY := .venv/bin/python
 INSTALL := $(PYTHON) tools/install.py
@@ -48,12 +50,21 @@ test: install ## Lint, types and every test
 	$(call stage,Unit tests on vLLM $(NEWEST),PYTHONPATH=$(CURDIR)/.venv/vllm-$(NEWEST) VLLM_TARGET_DEVICE=cpu $(PY) -m pytest -q $(UNIT))
 	$(call stage,Packaging,$(PY) -m pytest -q tests/packaging)
 	$(call stage,Lab,$(PY) -m pytest -q tests/nixl_lab)
+	$(call stage,Costs beside stock,$(PY) -m benchmarks --quick)
 	$(call stage,Real NIXL and real vLLM,$(PY) -m pytest -q $(REAL) --ignore $(FAULTS))
 	$(call stage,Network faults,$(PY) -m pytest -q $(FAULTS))
 
 .PHONY: demo
 demo: install ## Kill a prefill and watch the decoder let go (SCENARIO=, STOCK=1)
 	@$(PY) -m nixl_lab.demo --scenario $(SCENARIO) $(if $(STOCK),--stock)
+
+.PHONY: bench
+bench: install ## Measure costs and speed into docs/benchmarks (ONLY="step_cost ...", QUICK=1)
+	@$(PY) -m benchmarks $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY))
+
+.PHONY: gpu-check
+gpu-check: ## What a release frees on an NVIDIA GPU (PYTHON= one with vLLM, NIXL and CUDA)
+	@$(PYTHON) -m benchmarks.gpu_check
 
 .PHONY: matrix
 matrix: install ## Unit and real-NIXL tests on vLLM 0.31.0, 0.32.0 and 0.33.0

@@ -17,6 +17,8 @@ LAYERS = 2
 KV_HEADS = 4
 HEAD_DIM = 32
 BLOCK_SIZE = 32
+# Where KV caches are; "cuda" in the check on a GPU.
+DEVICE = "cpu"
 
 
 def _model_dir() -> str:
@@ -67,7 +69,7 @@ def make_vllm_config(engine_id: str, role: str = "kv_consumer", **extra: Any) ->
             kv_connector="NixlConnector",
             kv_role=role,
             engine_id=engine_id,
-            kv_buffer_device="cpu",
+            kv_buffer_device=DEVICE,
             kv_connector_extra_config={"num_threads": 0, **extra},
         ),
     )
@@ -133,7 +135,7 @@ def layer_names() -> list[str]:
 def make_kv_caches(num_blocks: int, fill: float = 0.0) -> dict[str, torch.Tensor]:
     """Return one KV cache tensor per layer, filled with one value."""
     shape = (num_blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM)
-    return {name: torch.full(shape, fill) for name in layer_names()}
+    return {name: torch.full(shape, fill, device=DEVICE) for name in layer_names()}
 
 
 def make_connector(

@@ -475,7 +475,7 @@ class Decoder:
             expected = kv_pattern(
                 prefill.engine_id, layer, prefill.num_blocks, words.shape[1]
             )
-            assert torch.equal(words[local_blocks], expected[blocks]), (
+            assert torch.equal(words[local_blocks].cpu(), expected[blocks]), (
                 f"wrong bytes from {prefill.engine_id}, layer {layer}"
             )
 
