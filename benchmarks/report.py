@@ -196,7 +196,9 @@ def heartbeat_cost(data: dict[str, Any], folder: Path) -> str:
                 (quartiles). Steps follow each other at once, or after a millisecond in
                 which the core is idle and the caches cool, for NIXL's code as for ours.
                 The last column is both parts, at the default interval; the target is
-                for steps that follow at once."""
+                for steps that follow at once. The rarer a heartbeat is, the more of its
+                code has left the caches: that is why a lone peer's takes longest, again
+                for both parts, though what is run does not depend on the peers."""
             ),
             table(
                 head,
