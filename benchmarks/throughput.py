@@ -33,6 +33,7 @@ _PAIRS = 10
 _CLIENTS = 4
 _REQUESTS = 80
 _WARM_UP_REQUESTS = 8
+_WARM_UP_TRIES = 10
 _QUICK_PAIRS, _QUICK_REQUESTS = 1, 8
 _TOKENS = 32
 
@@ -68,7 +69,7 @@ async def _measure(quick: bool) -> dict[str, Any]:
         for number in range(_QUICK_PAIRS if quick else _PAIRS):
             for name in sorted(labs, reverse=bool(number % 2)):
                 with _going_on(labs[name]):
-                    await _serve(labs[name], _WARM_UP_REQUESTS)
+                    await _warm_up(labs[name])
                     requests = _QUICK_REQUESTS if quick else _REQUESTS
                     runs[name].append(await _serve(labs[name], requests))
     result: dict[str, Any] = {"requests": _REQUESTS, "clients": _CLIENTS}
@@ -112,6 +113,22 @@ def _going_on(lab: Lab) -> Iterator[None]:
         yield
     finally:
         _signal(lab, signal.SIGSTOP)
+
+
+async def _warm_up(lab: Lab) -> None:
+    """Serve a few requests, once the proxy has its instances back.
+
+    A server that goes on closes the connections that were idle meanwhile. If the
+    proxy has just sent on one, it takes the server out until it is healthy again.
+    """
+    for _ in range(_WARM_UP_TRIES):
+        try:
+            await _serve(lab, _WARM_UP_REQUESTS)
+        except aiohttp.ClientResponseError:
+            await asyncio.sleep(1)
+        else:
+            return
+    raise RuntimeError(f"{lab.proxy_url} does not answer after its servers went on")
 
 
 async def _serve(lab: Lab, count: int) -> _Run:
