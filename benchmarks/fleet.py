@@ -60,8 +60,8 @@ class Fleet:
 
 
 FLEETS = (
-    Fleet("1,000 decoders, 200 prefills", 1000, 200, 8, sample=100),
-    Fleet("10,000 decoders, 2,000 prefills", 10_000, 2000, 8, sample=10),
+    Fleet("1,000 decoders, 200 prefills", 1000, 200, 8, sample=20),
+    Fleet("10,000 decoders, 2,000 prefills", 10_000, 2000, 8, sample=3),
 )
 _QUICK_FLEETS = (Fleet("quick", 1000, 20, 8, sample=5),)
 
