@@ -48,7 +48,7 @@ test: install ## Lint, types and every test
 	$(call stage,Style and types,$(MAKE) lint)
 	$(call stage,Unit tests on vLLM 0.32.0,$(PY) -m pytest -q $(UNIT))
 	$(call stage,Unit tests on vLLM $(NEWEST),PYTHONPATH=$(CURDIR)/.venv/vllm-$(NEWEST) VLLM_TARGET_DEVICE=cpu $(PY) -m pytest -q $(UNIT))
-	$(call stage,Packaging,$(PY) -m pytest -q tests/packaging)
+	$(call stage,Packaging and documentation,$(PY) -m pytest -q tests/packaging tests/docs)
 	$(call stage,Lab,$(PY) -m pytest -q tests/nixl_lab)
 	$(call stage,Costs beside stock,$(PY) -m benchmarks --quick)
 	$(call stage,Real NIXL and real vLLM,$(PY) -m pytest -q $(REAL) --ignore $(FAULTS))
