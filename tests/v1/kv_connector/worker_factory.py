@@ -171,3 +171,18 @@ def make_connector(
         )
         connector.register_kv_caches(kv_caches or make_kv_caches(num_blocks))
     return connector
+
+
+def per_engine_state(worker: Any) -> tuple[Any, ...]:
+    """Return all that a worker keeps by engine id: nothing may outlive a release."""
+    return (
+        worker._remote_agents,
+        worker.dst_xfer_side_handles,
+        worker.kv_caches_base_addr,
+        worker.dst_num_blocks,
+        worker.tp_mappings,
+        worker._engine_clock_offset,
+        worker._engine_last_active,
+        worker._peers,
+        worker._peers.lost,
+    )

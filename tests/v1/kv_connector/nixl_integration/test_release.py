@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from nixl._bindings import nixlNotFoundError
 from peers import Decoder, Prefill
+from worker_factory import per_engine_state
 
 INTERVAL = 0.5
 RELEASED_WITHIN = 2 * INTERVAL + 1.0
@@ -21,17 +22,7 @@ StartPrefill = Callable[..., Prefill]
 
 def assert_nothing_is_left(decoder: Decoder, engine_id: str, agent: str) -> None:
     worker = decoder.worker
-    per_engine = (
-        worker._remote_agents,
-        worker.dst_xfer_side_handles,
-        worker.kv_caches_base_addr,
-        worker.dst_num_blocks,
-        worker.tp_mappings,
-        worker._engine_last_active,
-        worker._peers,
-        worker._peers.lost,
-    )
-    assert all(engine_id not in mapping for mapping in per_engine)
+    assert all(engine_id not in mapping for mapping in per_engine_state(worker))
     assert not worker.nixl_wrapper.check_remote_metadata(agent)
     with pytest.raises(nixlNotFoundError):
         worker.nixl_wrapper.send_notif(agent, notif_msg=b"HB:")

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from fake_nixl import FakeNixl
-from worker_factory import make_connector
+from worker_factory import make_connector, per_engine_state
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlAgentMetadata,
@@ -153,6 +153,22 @@ class Decoder:
             awaiting_kvs=True,
         )
 
+    def read(self, req_id: str, engine_id: str) -> None:
+        """Read from an engine of one agent, shaking hands first if need be."""
+        self.request(req_id, engine_id)
+        self.step()
+        self.run_handshakes()
+        self.step()
+        self.nixl.finish_reads(f"{engine_id}-agent")
+        self.step()
+
+    def lose_all(self) -> None:
+        """Let every connection break, and the heartbeats find it."""
+        for peer in self.nixl.peers.values():
+            peer.die()
+        self.steps(1.1 * self.worker._peers.interval)
+        assert self.connected == set()
+
     def lease_heartbeat(self, engine_id: str, *req_ids: str) -> None:
         """Let the scheduler's lease heartbeat go out in the next step."""
         self._metadata.heartbeat_by_engine[engine_id] = HeartbeatInfo(
@@ -182,20 +198,9 @@ class Decoder:
     def is_clean(self, engine_id: str) -> bool:
         """Return whether nothing about an engine is left, but its back-off."""
         worker = self.worker
-        per_engine = (
-            worker._remote_agents,
-            worker.dst_xfer_side_handles,
-            worker.kv_caches_base_addr,
-            worker.dst_num_blocks,
-            worker.tp_mappings,
-            worker._engine_clock_offset,
-            worker._engine_last_active,
-            worker._peers,
-            worker._peers.lost,
-        )
         registered = {key[0] for key in worker.transfer_topo._engines}
         return (
-            all(engine_id not in mapping for mapping in per_engine)
+            all(engine_id not in mapping for mapping in per_engine_state(worker))
             and engine_id not in worker._engine_by_address.values()
             and engine_id not in registered
         )

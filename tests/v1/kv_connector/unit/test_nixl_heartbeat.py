@@ -487,15 +487,8 @@ def test_a_released_peer_connects_again_with_its_next_request(
 ):
     """The connection broke, the peer lives (vllm#52234)."""
     decoder.connect("p")
-    decoder.nixl.peers["p-agent"].die()
-    decoder.steps(FIRST_BEAT)
-    assert decoder.connected == set()
-    decoder.request("r", "p")
-    decoder.step()
-    decoder.run_handshakes()
-    decoder.step()
-    decoder.nixl.finish_reads("p-agent")
-    decoder.step()
+    decoder.lose_all()
+    decoder.read("r", "p")
     assert decoder.finished == ["r"] and decoder.failed == []
     assert len(lines(logs, "NIXL peer reconnected: p")) == 1
 
@@ -504,10 +497,7 @@ def test_all_connections_break_in_one_tick_and_all_heal(decoder: Decoder):
     engines = [f"p{i}" for i in range(8)]
     for engine in engines:
         decoder.connect(engine)
-    for peer in decoder.nixl.peers.values():
-        peer.die()
-    decoder.steps(FIRST_BEAT)
-    assert decoder.connected == set()
+    decoder.lose_all()
     for engine in engines:
         decoder.request(f"r-{engine}", engine)
     decoder.step()
@@ -521,8 +511,7 @@ def test_all_connections_break_in_one_tick_and_all_heal(decoder: Decoder):
 
 def test_requests_to_a_quarantined_engine_fail_at_once(decoder: Decoder):
     decoder.connect("p")
-    decoder.nixl.peers["p-agent"].die()
-    decoder.steps(FIRST_BEAT)
+    decoder.lose_all()
     decoder.prefills["p"] = TimeoutError("no answer")
     attempts = []
     for i in range(1000):
@@ -541,8 +530,7 @@ def test_requests_to_a_quarantined_engine_fail_at_once(decoder: Decoder):
 
 def test_only_who_comes_with_the_trial_waits_for_it(decoder: Decoder):
     decoder.connect("p")
-    decoder.nixl.peers["p-agent"].die()
-    decoder.steps(FIRST_BEAT)
+    decoder.lose_all()
     decoder.prefills["p"] = TimeoutError("no answer")
     decoder.request("first", "p")
     decoder.step()
@@ -568,10 +556,7 @@ def test_a_new_peer_never_queues_behind_attempts_at_dead_ones(decoder: Decoder):
     dead = [f"dead{i}" for i in range(10)]
     for engine in dead:
         decoder.connect(engine)
-    for peer in decoder.nixl.peers.values():
-        peer.die()
-    decoder.steps(FIRST_BEAT)
-    assert decoder.connected == set()
+    decoder.lose_all()
     for engine in dead:
         decoder.request(f"r-{engine}", engine)
     decoder.prefills["healthy"] = ["healthy-agent"]

@@ -66,12 +66,7 @@ def test_a_release_by_hand(
     assert decoder.connected == {"other"} and decoder.is_clean("p")
     # Idempotent; and reversible.
     assert rank.release_nixl_peer(**name)["result"] == "unknown"
-    decoder.request("r", "p")
-    decoder.step()
-    decoder.run_handshakes()
-    decoder.step()
-    decoder.nixl.finish_reads("p-agent")
-    decoder.step()
+    decoder.read("r", "p")
     assert decoder.finished == ["r"]
 
 
