@@ -170,6 +170,10 @@ async def test_an_operator_sees_and_steers_the_release(tmp_path: Path):
             "connected_peers": 0,
         }
         await operator.wait_for_events(events)
+        metrics = await operator.metrics()
+        assert metrics["peer_heartbeats_sent_total"] >= heartbeats
+        # A failed heartbeat is no failed transfer.
+        assert metrics["num_failed_transfers_total"] == 0
 
         # Requests to the dead one: a failed handshake, then a refusal.
         for _ in range(2):
@@ -178,8 +182,5 @@ async def test_an_operator_sees_and_steers_the_release(tmp_path: Path):
             )
             assert not answer.ok
         await operator.wait_for_events(events | {"peer_requests_refused_total": 1})
-        metrics = await operator.metrics()
-        assert metrics["peer_heartbeats_sent_total"] >= heartbeats
-        assert metrics["num_failed_transfers_total"] == 0
         (logged, *_) = decoder.log_lines("KV Transfer metrics: .*Peers released=")
         assert "Peers unreachable=1" in logged
