@@ -3,6 +3,7 @@
 """Requests to vLLM servers and to the proxy, with what a check needs of the answers."""
 
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,8 @@ def completion_body(prompt: str, max_tokens: int = 16) -> dict[str, Any]:
         "temperature": 0.0,
         "ignore_eos": True,
         "return_token_ids": True,
+        # A deployment that caches prefixes must transfer the blocks all the same.
+        "cache_salt": uuid.uuid4().hex,
     }
 
 

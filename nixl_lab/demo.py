@@ -4,7 +4,6 @@
 
 import argparse
 import asyncio
-import math
 import os
 import shutil
 import signal
@@ -15,7 +14,9 @@ from pathlib import Path
 
 import aiohttp
 
-from nixl_lab.lab import DEFAULT_INTERVAL, running_lab
+from nixl_lab.drill import seconds
+from nixl_lab.drill_rules import DEFAULT_INTERVAL
+from nixl_lab.lab import running_lab
 from nixl_lab.model import ensure_model
 from nixl_lab.progress import Steps
 from nixl_lab.scenarios import SCENARIOS, Scenario
@@ -70,14 +71,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--cache", type=Path, metavar="DIR", help="where the tiny model is kept"
     )
     return parser.parse_args(argv)
-
-
-def seconds(text: str) -> float:
-    """A positive number of seconds: with 0 there would be nothing to show."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return value
 
 
 async def play(scenario: Scenario, args: argparse.Namespace, log_dir: Path) -> None:

@@ -20,6 +20,7 @@ from nixl_lab.client import (
     prefill_only,
     reference_tokens,
 )
+from nixl_lab.drill_rules import release_limit
 from nixl_lab.progress import Steps
 from nixl_lab.proxy import Backend, Proxy, serve
 from nixl_lab.servers import (
@@ -30,14 +31,13 @@ from nixl_lab.servers import (
     free_port,
 )
 
-DEFAULT_INTERVAL = 2.0
 STOCK_WATCH_S = 20.0
 _PROMPTS = 6
 _TRAFFIC_PAUSE_S = 0.2
 _RELEVANT_LINES = "NIXL|WARNING|ERROR|Error"
 _SHOWN_LINES = 30
 # Ours, and the two of vLLM's own clean-up and eviction.
-_RELEASE_LINES = (
+RELEASE_LINES = (
     "NIXL peer released: {engine}",
     "Released NIXL state for .* remote engine {engine}",
     "Evicted stale remote engine {engine}",
@@ -79,7 +79,7 @@ class Lab:
     @property
     def release_limit(self) -> float:
         """Seconds that a decoder may take to release a dead prefill."""
-        return 2 * self.interval + 1
+        return release_limit(self.interval)
 
     async def learn_expected_tokens(self) -> None:
         """Has one prefill instance alone complete all prompts."""
@@ -135,7 +135,7 @@ class Lab:
             prefill.kill()
         timeout = STOCK_WATCH_S if self.stock else self.release_limit + 10
         with self.steps.step(f"watch {self.decoder.name} for the release"):
-            pattern = "|".join(_RELEASE_LINES).format(engine=engine)
+            pattern = "|".join(RELEASE_LINES).format(engine=engine)
             line = await self.decoder.wait_for_log(pattern, offset, timeout)
         seconds = time.monotonic() - killed
         if line is None:

@@ -4,11 +4,19 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 
 class Steps:
@@ -16,9 +24,13 @@ class Steps:
 
     On a terminal the step under way has a spinner and a clock; elsewhere each
     step makes one line when it begins and one when it ends.
+
+    Attributes:
+        status: Says how the whole is going; shown beside each step.
     """
 
     def __init__(self, console: Console | None = None) -> None:
+        self.status: Callable[[], str] = str
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._rows: list[tuple[str, float]] = []
 
@@ -37,7 +49,8 @@ class Steps:
     def record(self, title: str, seconds: float) -> None:
         """Adds a step that was timed elsewhere."""
         self._rows.append((title, seconds))
-        self._say(f"{seconds:6.1f} s  {title}")
+        status = self.status()
+        self._say(f"{seconds:6.1f} s  {title}" + (f"  [{status}]" if status else ""))
 
     def note(self, text: str) -> None:
         """Shows a line that is not a step of its own."""
@@ -66,7 +79,22 @@ class Steps:
             return
         columns = (SpinnerColumn(), TextColumn(title, markup=False))
         with Progress(
-            *columns, TimeElapsedColumn(), console=self._console, transient=True
+            *columns,
+            TimeElapsedColumn(),
+            _StatusColumn(self.status),
+            console=self._console,
+            transient=True,
         ) as spinner:
             spinner.add_task(title, total=None)
             yield
+
+
+class _StatusColumn(ProgressColumn):
+    """The status, asked for anew at each refresh."""
+
+    def __init__(self, status: Callable[[], str]) -> None:
+        super().__init__()
+        self._status = status
+
+    def render(self, task: Task) -> Text:
+        return Text(self._status())

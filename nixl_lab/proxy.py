@@ -4,6 +4,7 @@
 
 vLLM's example proxy keeps sending to an instance that is gone. This one takes an
 instance out when a connection to it fails and back in when it is healthy again.
+Decode instances take turns for each prefill instance, so that every pair is used.
 """
 
 import asyncio
@@ -25,6 +26,10 @@ from nixl_lab.servers import is_healthy
 
 # No limit on a whole answer, which may be long, but on a silence in it.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=120)
+# Shorter than a vLLM server's 5 s: it must not close a connection that is about to
+# be used again.
+_KEEPALIVE_S = 2.0
+_NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _BACKENDS = web.AppKey("backends", list)
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
 
@@ -80,20 +85,27 @@ class Proxy:
         health_interval: float = 0.5,
     ) -> None:
         self.prefills = Pool("prefill", list(prefills))
-        self.decoders = Pool("decode", list(decoders))
+        backends = list(decoders)
+        self.decoders = {
+            b.name: Pool("decode", backends) for b in self.prefills.backends
+        }
+        self._backends = self.prefills.backends + backends
         self._health_interval = health_interval
 
     def application(self) -> web.Application:
         """The application, to be served by aiohttp's runner or test server."""
         app = web.Application()
-        app[_BACKENDS] = self.prefills.backends + self.decoders.backends
+        app[_BACKENDS] = self._backends
         app.cleanup_ctx.append(self._background)
         app.router.add_get("/health", self._health)
         app.router.add_post("/v1/completions", self._completions)
         return app
 
     async def _background(self, app: web.Application) -> AsyncIterator[None]:
-        async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+        connector = aiohttp.TCPConnector(keepalive_timeout=_KEEPALIVE_S)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=_TIMEOUT
+        ) as session:
             app[_SESSION] = session
             watch = asyncio.create_task(self._watch(session, app[_BACKENDS]))
             yield
@@ -127,7 +139,7 @@ class Proxy:
                 params = kv_params_of(await first.json())
             second = await self._send(
                 request,
-                self.decoders,
+                self.decoders[named[PREFILL_HEADER]],
                 DECODE_HEADER,
                 {**body, "kv_transfer_params": params},
                 named,
@@ -137,7 +149,7 @@ class Proxy:
         except NoBackendError as error:
             return _failure(503, str(error), named)
         except aiohttp.ClientError as error:
-            return _failure(502, f"prefill answer broke off: {error!r}", named)
+            return _failure(502, f"an instance broke off: {error!r}", named)
 
     async def _send(
         self,
@@ -154,8 +166,12 @@ class Proxy:
                 return await request.app[_SESSION].post(
                     f"{backend.url}/v1/completions", json=body
                 )
-            except aiohttp.ClientConnectionError:
+            except aiohttp.ClientConnectionError as error:
                 backend.up = False
+                if not isinstance(error, _NOT_CONNECTED) and pool.role == "decode":
+                    # It may have read the blocks, and their prefill then gives them
+                    # to other requests: another decoder would read wrong data.
+                    raise
         raise NoBackendError(f"no {pool.role} instance took the request")
 
 

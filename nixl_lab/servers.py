@@ -105,7 +105,11 @@ class VllmServer:
     @property
     def log_path(self) -> Path:
         """The log of the latest start."""
-        return self.options.log_dir / f"{self.name}.{self.starts}.log"
+        return self.log_of(self.starts)
+
+    def log_of(self, start: int) -> Path:
+        """The log of one start, counted from 1."""
+        return self.options.log_dir / f"{self.name}.{start}.log"
 
     @property
     def running(self) -> bool:
@@ -130,7 +134,7 @@ class VllmServer:
                 # Not a session of its own: the kernel weighs nice values only
                 # between processes of one session.
                 process_group=0,
-                preexec_fn=_ask_for_sigterm_when_parent_dies,
+                preexec_fn=ask_for_sigterm_when_parent_dies,
             )
 
     async def wait_ready(self) -> None:
@@ -325,7 +329,7 @@ def _wait_until_ended(processes: list[psutil.Process]) -> None:
                 time.sleep(_LOG_POLL_S)
 
 
-def _ask_for_sigterm_when_parent_dies() -> None:
+def ask_for_sigterm_when_parent_dies() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
