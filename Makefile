@@ -18,6 +18,8 @@ INSTALL := $(PYTHON) tools/install.py
 NEWEST := 0.33.0
 UNIT := tests/v1/kv_connector/unit
 REAL := tests/v1/kv_connector/nixl_integration
+DRILLS := build/drill
+DRILL := ours$(if $(QUICK),-quick)
 # In a process of its own: UCX looks for network devices once, and these tests have
 # namespaces with others.
 FAULTS := $(REAL)/test_network_faults.py
@@ -44,7 +46,7 @@ endef
 
 .PHONY: test
 test: install ## Lint, types and every test
-	@$(INSTALL) --vllm $(NEWEST)
+	@$(INSTALL) --vllm $(NEWEST) --browser
 	$(call stage,Style and types,$(MAKE) lint)
 	$(call stage,Unit tests on vLLM 0.32.0,$(PY) -m pytest -q $(UNIT))
 	$(call stage,Unit tests on vLLM $(NEWEST),PYTHONPATH=$(CURDIR)/.venv/vllm-$(NEWEST) VLLM_TARGET_DEVICE=cpu $(PY) -m pytest -q $(UNIT))
@@ -65,6 +67,13 @@ bench: install ## Measure costs and speed into docs/benchmarks (ONLY="step_cost 
 .PHONY: gpu-check
 gpu-check: ## What a release frees on an NVIDIA GPU (PYTHON= one with vLLM, NIXL and CUDA)
 	@$(PYTHON) -m benchmarks.gpu_check
+
+.PHONY: drill
+drill: install ## Kill and replace a prefill six times under traffic (QUICK=1, STOCK=1)
+	@$(PY) -m nixl_lab.drill $(if $(QUICK),--cycles 1) $(if $(STOCK), \
+	  --stock --output $(DRILLS)/$(DRILL:ours%=stock%) \
+	  $(addprefix --compare ,$(wildcard $(DRILLS)/$(DRILL)/drill.json)), \
+	  --output $(DRILLS)/$(DRILL))
 
 .PHONY: matrix
 matrix: install ## Unit and real-NIXL tests on vLLM 0.31.0, 0.32.0 and 0.33.0

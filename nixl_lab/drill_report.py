@@ -4,6 +4,7 @@
 
 import io
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -13,7 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from nixl_lab.drill_rules import Record, judge, release_times, spread
 
@@ -26,7 +27,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
 .wide svg { display: block; width: 100%; min-width: 40rem; height: auto; }
 table { border-collapse: collapse; }
 th, td { border: 1px solid #777; padding: .25rem .5rem; text-align: left;
-  vertical-align: top; overflow-wrap: anywhere; }
+  vertical-align: top; overflow-wrap: break-word; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th { background: #eee; }
 pre { overflow-x: auto; border: 1px solid #777; padding: .5rem; }
@@ -81,6 +82,8 @@ def _page(record: Record, other: Record | None) -> str:
         ]
     parts += [
         "<h2>Time line</h2>",
+        "<p>Below it, for each pair and second: right answers upwards in grey, failures"
+        " downwards in black with a cross.</p>",
         f'<div class="wide" id="timeline">{_figure(record)}</div>',
         "<h2>Release times</h2>",
         _release_table(record),
@@ -101,7 +104,10 @@ def _page(record: Record, other: Record | None) -> str:
 
 
 def _table(
-    heading: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0, name=""
+    heading: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: int = 0,
+    name: str = "",
 ) -> str:
     """A table; the last columns, `numbers` of them, hold numbers."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
@@ -207,6 +213,9 @@ def _figure(record: Record) -> str:
             _draw_pair(axes, record, prefill, decode)
         last = others[-1]
         last.set_xlim(_begin(record), _end(record))
+        # Whole minutes, ten or fewer.
+        minutes = math.ceil((_end(record) - _begin(record)) / 600)
+        last.xaxis.set_major_locator(MultipleLocator(60 * minutes))
         last.xaxis.set_major_formatter(FuncFormatter(lambda t, _: _clock(t)))
         last.set_xlabel("minutes since the drill began")
         file = io.StringIO()
@@ -276,7 +285,7 @@ def _draw_timeline(axes: Axes, record: Record, rows: list[str]) -> None:
     )
     axes.set_yticks(list(places.values()), list(places))
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
 
 
 def _draw_pair(axes: Axes, record: Record, prefill: str, decode: str) -> None:
@@ -311,8 +320,8 @@ def _draw_pair(axes: Axes, record: Record, prefill: str, decode: str) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{abs(y):.0f}"))
     axes.set_ylim(-max([*wrong.values(), 1]) * 1.3, max([*right.values(), 3]) * 1.2)
     axes.set_title(
-        f"{prefill} \N{RIGHTWARDS ARROW} {decode}: {sum(right.values())} right answers"
-        f" (up), {sum(wrong.values())} failures (down, x), per second",
+        f"{prefill} \N{RIGHTWARDS ARROW} {decode}: {sum(right.values())} answers,"
+        f" {sum(wrong.values())} failures",
         loc="left",
         fontsize="medium",
     )

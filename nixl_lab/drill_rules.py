@@ -385,7 +385,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 _DEATH_ERRORS = "|".join(
     (
         r"^NIXL transfer failure: ",
-        r"^nixl_agent\.cpp: .*(disconnect|not connected)",
+        r"^nixl_agent\.cpp: .*(?i:disconnect)",
         r"^Failing # request\(s\) due to KV load failure",
         r"^Request # failed with an internal error",
     )
@@ -396,7 +396,7 @@ _UCX_LINE = re.compile(r"^(?:\([^)]*\) )?\[[^\]]*\]\s+\S+\s+(UCX)\s+ERROR\s+(.*)
 _RAW_TRACEBACK = re.compile(r"^(?:\([^)]*\) )?Traceback \(most recent call last\)")
 _CHAINED = ("Traceback (", "The above exception was", "During handling of the above")
 _VARYING = re.compile(r"\b(?:cmpl-)?[0-9a-f]*\d[0-9a-f]*(?:-[0-9a-f]+)*\b")
-_KIND_LENGTH = 100
+_KIND_LENGTH = 120
 
 
 class ErrorReader:

@@ -250,6 +250,22 @@ def install_vllm_beside(version: str) -> None:
     run_step(f"vllm=={version} in {target.relative_to(ROOT)}", unpack)
 
 
+def install_browser() -> None:
+    """Install Chromium from the distribution, for the test of the drill's report."""
+    if shutil.which("chromium"):
+        return
+    command = ("apt-get", "install", "--yes", "--no-install-recommends", "chromium")
+    if os.geteuid() or not shutil.which("apt-get"):
+        # Only root can, and only Debian's tools are known here.
+        raise StepFailed(f"no chromium on PATH; install it: {' '.join(command)}")
+
+    def install() -> None:
+        run("apt-get", "update")
+        run(*command)
+
+    run_step("chromium", install)
+
+
 def run_step(title: str, action: Callable[[], None]) -> None:
     print(f"  {title:<44} ", end="", flush=True)
     started = time.monotonic()
@@ -277,6 +293,11 @@ def main() -> int:
         default=[],
         help="also unpack this official vLLM wheel to .venv/vllm-VERSION (repeatable)",
     )
+    parser.add_argument(
+        "--browser",
+        action="store_true",
+        help="also install Chromium from the distribution's packages",
+    )
     args = parser.parse_args()
     # make and CI end a job with SIGTERM: clean up as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -290,6 +311,8 @@ def main() -> int:
             build_environment()
             for version in args.vllm:
                 install_vllm_beside(version)
+            if args.browser:
+                install_browser()
         except StepFailed as error:
             show_log()
             print(f"install failed: {error}\nfull log: {LOG}", file=sys.stderr)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The drill's command line with fake servers in vLLM's place.
+
+Run as `drill_with_fakes.py FLAW ARGUMENT...`.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+from nixl_lab import drill, drill_run
+from nixl_lab.servers import VllmServer
+
+
+def command(server: VllmServer, flaw: str) -> list[str]:
+    fake = Path(__file__).with_name("fake_vllm.py")
+    return [sys.executable, str(fake), str(server.port), flaw]
+
+
+if __name__ == "__main__":
+    # Ignored where tests run in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    flaw, *arguments = sys.argv[1:]
+    setattr(VllmServer, "_command", lambda server: command(server, flaw))  # noqa: B010
+    drill_run._STEADY_S = 0.3
+    sys.exit(drill.main(arguments))

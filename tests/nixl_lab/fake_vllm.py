@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A server that a drill takes for vLLM; run as `fake_vllm.py PORT FLAW`.
+
+As a decoder it writes the release line once a prefill that it knows no longer
+listens. The flaw is one of "", "keeps" (it never releases), "wrong" (its tokens) and
+"logs" (errors nobody expects).
+"""
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+from aiohttp import web
+
+POLL_S = 0.05
+TOKENS = [1, 2, 3]
+
+
+class FakeVllm:
+    """Prefill and decoder in one: what it is depends on the request."""
+
+    def __init__(self, port: int, flaw: str) -> None:
+        self.port = port
+        self.flaw = flaw
+        self.engine = f"engine-{os.getpid()}"
+        self.peers: dict[str, int] = {}
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.0.0"})
+
+    async def completions(self, request: web.Request) -> web.Response:
+        params: dict[str, Any] = (await request.json()).get("kv_transfer_params") or {}
+        answer: dict[str, Any] = {"choices": [{"token_ids": TOKENS}]}
+        if params.get("do_remote_decode"):
+            answer["kv_transfer_params"] = {
+                "remote_engine_id": self.engine,
+                "remote_port": self.port,
+            }
+        elif params:
+            self.peers.setdefault(params["remote_engine_id"], params["remote_port"])
+            if self.flaw == "wrong":
+                answer["choices"][0]["token_ids"] = TOKENS[::-1]
+        return web.json_response(answer)
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            for engine, port in list(self.peers.items()):
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.close()
+                except OSError:
+                    del self.peers[engine]
+                    if self.flaw == "logs":
+                        say("ERROR 11-30 08:00:00 [core.py:7] CUDA error 700")
+                    if self.flaw != "keeps":
+                        say(f"INFO 11-30 08:00:00 NIXL peer released: {engine} | ...")
+
+    async def serve(self) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/version", self.version)
+        app.router.add_post("/v1/completions", self.completions)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
+        say("INFO 11-30 08:00:00 serving")
+        await self.watch()
+
+
+def say(line: str) -> None:
+    print(f"(Worker pid={os.getpid()}) {line}", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(FakeVllm(int(sys.argv[1]), *sys.argv[2:]).serve())

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The drill from its command line to its report, with fake servers."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nixl_lab import drill
+from nixl_lab.drill_instances import CommandInstance, Commands, InstanceError
+from nixl_lab.drill_rules import Record, judge, release_times
+from nixl_lab.servers import free_port
+
+HERE = Path(__file__).parent
+OWN = [
+    *("--prefill=p1=http://h:1", "--prefill=p2=http://h:2"),
+    *("--decode=d1=http://h:3", "--decode=d2=http://h:4"),
+    *("--kill=k", "--start=s", "--logs=l"),
+]
+
+
+@contextmanager
+def drilling(output: Path, flaw: str, *arguments: str) -> Iterator[subprocess.Popen]:
+    """A drill in a process of its own; fails the test if it leaves any behind."""
+    mark = {"DRILL_TEST": str(output)}
+    command = [sys.executable, str(HERE / "drill_with_fakes.py"), flaw]
+    command += [f"--output={output}", f"--cache={output.parent / 'cache'}", *arguments]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **mark, "PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+    ) as process:
+        try:
+            yield process
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+    left = [p for p in psutil.process_iter() if _has(p, mark)]
+    for each in left:
+        each.kill()
+    assert not left
+
+
+def _has(process: psutil.Process, mark: dict[str, str]) -> bool:
+    try:
+        environ = process.environ()
+    except psutil.Error:
+        return False
+    alive = process.status() != psutil.STATUS_ZOMBIE
+    return alive and mark.items() <= environ.items()
+
+
+def run_drill(output: Path, flaw: str = "", *arguments: str) -> tuple[int, str, Record]:
+    with drilling(output, flaw, *arguments) as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+    return process.returncode, said, Record.read(output / "drill.json")
+
+
+def failed_rules(record: Record) -> list[str]:
+    return [rule.text for rule in judge(record) if not rule.passed]
+
+
+def test_a_drill_that_passes(tmp_path: Path) -> None:
+    status, said, record = run_drill(tmp_path / "out", "", "--cycles=2")
+    assert status == 0, said
+    assert [o.instance for o in record.outages] == [
+        "prefill-2",
+        "prefill-2",
+        "decode-2",
+    ]
+    times = release_times(record)
+    assert len(times) == 4
+    assert all(t is not None and 0 < t < 2 for t in times)
+    pairs = {(r.prefill, r.decode) for r in record.requests if not r.error}
+    assert len(pairs) == 4
+    assert "cycle 2 of 2" in said
+    assert "requests/s" in said
+    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_decoder_that_keeps_a_dead_prefill_fails_the_drill(tmp_path: Path) -> None:
+    limit = ("--cycles=1", "--interval=0.1")
+    status, said, record = run_drill(tmp_path / "out", "keeps", *limit)
+    assert status == 1, said
+    assert "decode-1: not released in time" in said
+    assert [rule[:21] for rule in failed_rules(record)] == ["Each decoder releases"]
+    assert "FAIL  Each decoder releases" in said
+
+    compared = (*limit, f"--compare={tmp_path / 'out' / 'drill.json'}")
+    status, said, record = run_drill(tmp_path / "ours", "", *compared)
+    assert status == 0, said
+    report = (tmp_path / "ours" / "report.html").read_text()
+    assert "<td>pass: 2 of 2 in time</td><td>FAIL: 0 of 2 in time, 2 never</td>" in (
+        report
+    )
+
+
+def test_unexpected_errors_fail_the_drill(tmp_path: Path) -> None:
+    status, said, record = run_drill(tmp_path / "out", "logs", "--cycles=1")
+    assert status == 1, said
+    assert record.kinds() == {("CUDA error #", False): 2}
+    assert len(failed_rules(record)) == 1
+
+
+def test_wrong_tokens_end_the_drill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with drilling(tmp_path / "out", "wrong", "--cycles=1") as process:
+        said = _wait_for(process, "traffic through every pair")
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+    record = Record.read(tmp_path / "out" / "drill.json")
+    assert record.causes().keys() == {"other: wrong tokens"}, said
+    assert "Every answer has the reference's tokens." in failed_rules(record)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "at",
+    ["start prefill-1", "traffic through", "watch the decoders", "start a replacement"],
+)
+def test_an_interrupt_leaves_a_report_and_nothing_else(
+    tmp_path: Path, at: str, signum: signal.Signals
+) -> None:
+    with drilling(tmp_path / "out", "keeps", "--cycles=1") as process:
+        said = _wait_for(process, f"...     {at}")
+        process.send_signal(signum)
+        # Impatience must not cost the report.
+        process.send_signal(signum)
+        assert process.stdout is not None
+        said += process.stdout.read()
+    assert process.returncode == 130, said
+    record = Record.read(tmp_path / "out" / "drill.json")
+    assert record.stopped == "interrupted"
+    assert not judge(record)[0].passed
+    assert "failed, incomplete" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_an_instance_that_exits_ends_the_drill(tmp_path: Path) -> None:
+    with drilling(tmp_path / "out", "keeps", "--cycles=1") as process:
+        said = _wait_for(process, "watch the decoders")
+        victim = next(
+            p
+            for p in psutil.Process(process.pid).children(recursive=True)
+            if _decoder_log(tmp_path / "out") in _open_files(p)
+        )
+        victim.kill()
+        assert process.stdout is not None
+        said += process.stdout.read()
+    assert process.returncode == 1, said
+    record = Record.read(tmp_path / "out" / "drill.json")
+    assert [e.instance for e in record.exits] == ["decode-1"]
+    assert "No decoder process exits." in failed_rules(record)
+    assert "decode-1 is gone" in record.stopped
+
+
+def _decoder_log(output: Path) -> str:
+    return str(output / "logs" / "decode-1.1.log")
+
+
+def _open_files(process: psutil.Process) -> list[str]:
+    return [os.readlink(f"/proc/{process.pid}/fd/1")]
+
+
+def _wait_for(process: subprocess.Popen, text: str) -> str:
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if text in line:
+            return said
+    raise AssertionError(f"no {text!r} in\n{said}")
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Commands:
+    """Commands for a fake server per instance, its log in a file."""
+    start = f'"{sys.executable}" "{HERE / "fake_vllm.py"}" "${{URL##*:}}"'
+    return Commands(
+        kill=f'kill -9 "$(cat "{tmp_path}/$INSTANCE.pid")"',
+        start=f'{start} >>"{tmp_path}/$INSTANCE.log" 2>&1 &'
+        f' echo $! >"{tmp_path}/$INSTANCE.pid"',
+        logs=f'tail -n 0 -F "{tmp_path}/$INSTANCE.log"',
+        output=tmp_path / "commands.log",
+    )
+
+
+async def test_commands_kill_start_and_follow(
+    tmp_path: Path, commands: Commands
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    instance = CommandInstance("d1", "decode", url, commands)
+    (tmp_path / "d1.log").write_text("from before the drill\n")
+    lines: list[str] = []
+
+    async def follow() -> None:
+        async for line in instance.lines():
+            lines.append(line)
+
+    following = asyncio.create_task(follow())
+    try:
+        assert not await instance.alive()
+        await instance.start()
+        assert await instance.alive()
+        async with asyncio.timeout(10):
+            while not any("serving" in line for line in lines):
+                await asyncio.sleep(0.02)
+        assert not any("before" in line for line in lines)
+        await instance.kill()
+        assert not await instance.alive()
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+        subprocess.run(["sh", "-c", commands.kill], env={"INSTANCE": "d1"}, stderr=-3)
+
+
+async def test_a_command_that_fails_is_reported(tmp_path: Path) -> None:
+    commands = Commands("exit 3", "echo no luck; false", "", tmp_path / "log")
+    instance = CommandInstance("p2", "prefill", "http://127.0.0.1:1", commands)
+    with pytest.raises(InstanceError, match="kill command for p2 ended with 3"):
+        await instance.kill()
+    with pytest.raises(InstanceError, match="start command for p2 ended with 1"):
+        await instance.start()
+    assert "no luck" in (tmp_path / "log").read_text()
+
+
+def test_a_deployment_of_one_s_own(tmp_path: Path, commands: Commands) -> None:
+    names = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
+    urls = {name: f"http://127.0.0.1:{free_port()}" for name in names}
+    arguments = [f"--{role}={name}={urls[name]}" for name, role in names.items()]
+    for what in ("kill", "start", "logs"):
+        arguments.append(f"--{what}={getattr(commands, what)}")
+    try:
+        for name in names:
+            (tmp_path / f"{name}.log").touch()
+            environment = {**os.environ, "INSTANCE": name, "URL": urls[name]}
+            subprocess.run(commands.start, shell=True, env=environment, check=True)
+        _await_serving(tmp_path, names)
+        command = [sys.executable, str(HERE / "drill_with_fakes.py"), ""]
+        command += [f"--output={tmp_path / 'out'}", "--cycles=1", *arguments]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        for name in names:
+            environment = {**os.environ, "INSTANCE": name}
+            subprocess.run(commands.kill, shell=True, env=environment, stderr=-3)
+    record = Record.read(tmp_path / "out" / "drill.json")
+    assert record.about["vLLM"] == "0.0.0"
+    assert [o.instance for o in record.outages] == ["p2", "d2"]
+
+
+def _await_serving(folder: Path, names: dict[str, str]) -> None:
+    deadline = time.monotonic() + 20
+    while not all("serving" in (folder / f"{n}.log").read_text() for n in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--cycles=0"], "--cycles: '0' is not a whole number from 1"),
+        (["--cycles=x"], "--cycles: 'x' is not a whole number from 1"),
+        (["--interval=nan"], "--interval: 'nan' is not a positive number of seconds"),
+        (["--prefill=http://h"], "--prefill: 'http://h' is not NAME=URL"),
+        (["--prefill=p1=h:1"], "--prefill: 'p1=h:1' is not NAME=URL"),
+        (OWN[1:], "--prefill is needed at least twice"),
+        ([*OWN, "--decode=p1=http://h:5"], "p1 is named twice"),
+        (OWN[:-1], "--logs is needed with --prefill and --decode"),
+        ([*OWN, "--stock"], "--stock is for servers that are started here"),
+        (OWN[4:], "--kill, --start and --logs need --prefill and --decode"),
+        (["--compare=/dev/null"], "--compare: /dev/null is no drill.json"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        drill.parse_args(arguments)
+    assert complaint in capsys.readouterr().err
+
+
+def test_what_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drill, "_NEEDED", ("aiohttp", "no_such_module"))
+    assert drill.main([]) == 1
+    assert "nixl-drill needs no_such_module: pip install" in capsys.readouterr().err
