@@ -392,11 +392,11 @@ _DEATH_ERRORS = "|".join(
 )
 _PREFIX = re.compile(r"^(?:\([^)]*\) )?(ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?")
 _NIXL_LINE = re.compile(r"^(?:\([^)]*\) )?E\d{4} \S+\s+\d+ (\S+?):\d+\] (.*)")
-_UCX_LINE = re.compile(r"^(?:\([^)]*\) )?\[[^\]]*\]\s+\S+\s+(UCX)\s+ERROR\s+(.*)")
+_UCX_LINE = re.compile(r".*\s(UCX)\s+ERROR\s+(.*)")
 _RAW_TRACEBACK = re.compile(r"^(?:\([^)]*\) )?Traceback \(most recent call last\)")
 _CHAINED = ("Traceback (", "The above exception was", "During handling of the above")
 _VARYING = re.compile(r"\b(?:cmpl-)?[0-9a-f]*\d[0-9a-f]*(?:-[0-9a-f]+)*\b")
-_KIND_LENGTH = 120
+_KIND_LENGTH = 160
 
 
 class ErrorReader:
@@ -414,9 +414,11 @@ class ErrorReader:
         if match is None:
             return "Traceback" if _RAW_TRACEBACK.match(line) else None
         message = line[match.end() :]
-        if match[0] == self._prefix and self._continues(message):
+        # An empty line may have lost the blank after its prefix.
+        prefix = match[0].rstrip()
+        if prefix == self._prefix and self._continues(message):
             return None
-        self._prefix = match[0]
+        self._prefix = prefix
         self._in_traceback = False
         return kind_of(message)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A server that a drill takes for vLLM; run as `fake_vllm.py PORT FLAW`.
+"""A server that a drill takes for vLLM; run as `fake_vllm.py PORT [FLAW]`.
 
 As a decoder it writes the release line once a prefill that it knows no longer
-listens. The flaw is one of "", "keeps" (it never releases), "wrong" (its tokens) and
-"logs" (errors nobody expects).
+listens. The flaw, if any, is one of "keeps" (it never releases), "wrong" (its
+tokens) and "logs" (errors nobody expects).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ TOKENS = [1, 2, 3]
 class FakeVllm:
     """Prefill and decoder in one: what it is depends on the request."""
 
-    def __init__(self, port: int, flaw: str) -> None:
+    def __init__(self, port: int, flaw: str = "") -> None:
         self.port = port
         self.flaw = flaw
         self.engine = f"engine-{os.getpid()}"

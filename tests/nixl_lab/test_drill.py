@@ -33,7 +33,7 @@ def drilling(output: Path, flaw: str, *arguments: str) -> Iterator[subprocess.Po
     """A drill in a process of its own; fails the test if it leaves any behind."""
     mark = {"DRILL_TEST": str(output)}
     command = [sys.executable, str(HERE / "drill_with_fakes.py"), flaw]
-    command += [f"--output={output}", f"--cache={output.parent / 'cache'}", *arguments]
+    command += [f"--output={output}", *arguments]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -126,10 +126,14 @@ def test_wrong_tokens_end_the_drill(
     assert "Every answer has the reference's tokens." in failed_rules(record)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "at",
-    ["start prefill-1", "traffic through", "watch the decoders", "start a replacement"],
+    ("at", "signum"),
+    [
+        ("start prefill-1", signal.SIGINT),
+        ("traffic through", signal.SIGTERM),
+        ("watch the decoders", signal.SIGINT),
+        ("start a replacement", signal.SIGTERM),
+    ],
 )
 def test_an_interrupt_leaves_a_report_and_nothing_else(
     tmp_path: Path, at: str, signum: signal.Signals
@@ -212,7 +216,8 @@ async def test_commands_kill_start_and_follow(
     following = asyncio.create_task(follow())
     try:
         assert not await instance.alive()
-        await instance.start()
+        async with asyncio.timeout(20):
+            await instance.start()
         assert await instance.alive()
         async with asyncio.timeout(10):
             while not any("serving" in line for line in lines):

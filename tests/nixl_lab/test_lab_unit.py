@@ -43,6 +43,7 @@ class FakeInstance:
 
     name: str
     status: int = 200
+    hangs_up: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
     server: TestServer = field(init=False)
 
@@ -62,6 +63,9 @@ class FakeInstance:
 
     async def _completions(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.json())
+        if self.hangs_up:
+            assert request.transport is not None
+            request.transport.abort()
         answer = {"by": self.name, "kv_transfer_params": {"held_by": self.name}}
         return web.json_response(answer, status=self.status)
 
@@ -113,8 +117,9 @@ def test_pool_takes_turns_and_leaves_out_what_is_down() -> None:
 async def test_proxy_prefills_then_decodes() -> None:
     async with behind_proxy() as setup:
         assert await setup.ask() == (200, "p1", "d1")
-        assert await setup.ask() == (200, "p2", "d2")
-        assert await setup.ask() == (200, "p1", "d1")
+        assert await setup.ask() == (200, "p2", "d1")
+        # Another decoder than the last time that p1 was used.
+        assert await setup.ask() == (200, "p1", "d2")
         prefill, decode = setup.prefills[0].bodies[0], setup.decoders[0].bodies[0]
         assert prefill["max_tokens"] == 1
         assert prefill["kv_transfer_params"]["do_remote_decode"] is True
@@ -150,6 +155,15 @@ async def test_proxy_answers_503_when_nothing_is_left() -> None:
             await instance.server.close()
         status, prefill, _ = await setup.ask()
         assert (status, prefill) == (503, "p1")
+
+
+async def test_proxy_asks_no_other_decoder_once_one_may_have_read() -> None:
+    async with behind_proxy() as setup:
+        setup.decoders[0].hangs_up = True
+        status, _, decode = await setup.ask()
+        assert (status, decode) == (502, "d1")
+        assert setup.decoders[1].bodies == []
+        assert await setup.ask() == (200, "p2", "d2")
 
 
 async def test_proxy_passes_an_instance_s_own_error_on() -> None:
