@@ -18,8 +18,9 @@ INSTALL := $(PYTHON) tools/install.py
 NEWEST := 0.33.0
 UNIT := tests/v1/kv_connector/unit
 REAL := tests/v1/kv_connector/nixl_integration
-DRILLS := build/drill
-DRILL := ours$(if $(QUICK),-quick)
+DRILL := build/drill/$(if $(STOCK),stock,ours)$(if $(QUICK),-quick)
+# What a drill of the stock connector is compared with, if it is there.
+OURS := $(subst stock,ours,$(DRILL))
 # In a process of its own: UCX looks for network devices once, and these tests have
 # namespaces with others.
 FAULTS := $(REAL)/test_network_faults.py
@@ -70,10 +71,8 @@ gpu-check: ## What a release frees on an NVIDIA GPU (PYTHON= one with vLLM, NIXL
 
 .PHONY: drill
 drill: install ## Kill and replace a prefill six times under traffic (QUICK=1, STOCK=1)
-	@$(PY) -m nixl_lab.drill $(if $(QUICK),--cycles 1) $(if $(STOCK), \
-	  --stock --output $(DRILLS)/$(DRILL:ours%=stock%) \
-	  $(addprefix --compare ,$(wildcard $(DRILLS)/$(DRILL)/drill.json)), \
-	  --output $(DRILLS)/$(DRILL))
+	@$(PY) -m nixl_lab.drill --output $(DRILL) $(if $(QUICK),--cycles 1) \
+	  $(if $(STOCK),--stock $(addprefix --compare ,$(wildcard $(OURS)/drill.json)))
 
 .PHONY: matrix
 matrix: install ## Unit and real-NIXL tests on vLLM 0.31.0, 0.32.0 and 0.33.0

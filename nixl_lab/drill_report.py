@@ -92,8 +92,11 @@ def _page(record: Record, other: Record | None) -> str:
         "<h2>Errors in the decoders' logs by kind</h2>",
         _error_table(record),
     ]
-    if other is not None:
-        parts += ["<h2>Beside another drill</h2>", _comparison(record, other)]
+    parts.append("<h2>Beside another drill</h2>")
+    if other is None:
+        parts.append("<p>None was given (<code>--compare</code>).</p>")
+    else:
+        parts.append(_comparison(record, other))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -189,8 +192,6 @@ def _summary(record: Record) -> dict[str, str]:
         or "none"
     )
     summary["requests"] = f"{len(record.requests)}, {len(record.failures())} failed"
-    errors = sum(not excused for _, excused in record.kinds().elements())
-    summary["unexpected errors in decoder logs"] = str(errors)
     for rule in judge(record):
         # The limit's value is in the text and may differ.
         key = rule.text.split(" within ")[0]

@@ -167,18 +167,22 @@ class Record:
                 return outage
         return None
 
-    def excused(self, error: LogError) -> bool:
-        """Whether an error is one that requests to a killed prefill must cause."""
-        if not re.search(_DEATH_ERRORS, error.kind):
-            return False
-        return any(
-            k.killed <= error.at <= self._window_end(k) + GRACE_S for k in self.kills
-        )
+    def excused(self) -> list[bool]:
+        """For each error, whether requests to a killed prefill had to cause it.
 
-    def _window_end(self, kill: Outage) -> float:
-        """When the last trace of a dead prefill is due in a decoder's log."""
-        ends = [r.end for r in self.failures() if self.fault(r) is kill]
-        return max([kill.killed + self.release_limit, *ends])
+        It is of a kind that they cause, and came between the kill and the last trace
+        of the dead prefill that is due in a decoder's log.
+        """
+        windows = []
+        for kill in self.kills:
+            ends = [r.end for r in self.failures() if self.fault(r) is kill]
+            end = max([kill.killed + self.release_limit, *ends]) + GRACE_S
+            windows.append((kill.killed, end))
+        return [
+            bool(re.search(_DEATH_ERRORS, error.kind))
+            and any(begin <= error.at <= end for begin, end in windows)
+            for error in self.errors
+        ]
 
     def failures(self) -> list[Request]:
         return [r for r in self.requests if r.error]
@@ -198,7 +202,9 @@ class Record:
 
     def kinds(self) -> Counter[tuple[str, bool]]:
         """Errors in decoder logs by kind and whether they are excused."""
-        return Counter((e.kind, self.excused(e)) for e in self.errors)
+        return Counter(
+            (error.kind, excused) for error, excused in zip(self.errors, self.excused())
+        )
 
     def write(self, path: Path) -> None:
         """Writes everything, and what the rules say of it, as JSON."""
@@ -259,12 +265,14 @@ def judge(record: Record) -> list[Rule]:
 
 def _complete(record: Record) -> Rule:
     done = sum(kill.ready is not None for kill in record.kills)
-    detail = f"{done} of {record.cycles}"
+    restarted = any(not o.cycle and o.ready is not None for o in record.outages)
+    detail = f"{done} of {record.cycles} replacements"
+    detail += f", the decoder {'restarted' if restarted else 'not restarted'}"
     if record.stopped:
         detail += f"; stopped: {record.stopped.splitlines()[0]}"
     return Rule(
-        "Every kill and replacement was carried out, and the decoder's restart.",
-        done == record.cycles and record.ended is not None and not record.stopped,
+        "Every kill and replacement is carried out, and the decoder's restart.",
+        done == record.cycles and restarted and not record.stopped,
         detail,
     )
 
@@ -346,7 +354,7 @@ def _exits(record: Record) -> Rule:
 
 
 def _logs(record: Record) -> Rule:
-    excused = sum(map(record.excused, record.errors))
+    excused = sum(record.excused())
     unexpected = len(record.errors) - excused
     return Rule(
         "No unexpected error in a decoder's log: only those of requests that were"

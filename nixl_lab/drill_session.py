@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,7 +31,14 @@ _INTERRUPTED = "interrupted"
 
 async def play(args: argparse.Namespace) -> int:
     """Runs the drill and writes its report; returns the exit status."""
-    _stop_on_signals()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        _on_signals(_nothing)
+        task.cancel()
+
+    _on_signals(stop)
     output: Path = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     record = Record(
@@ -53,6 +61,7 @@ async def play(args: argparse.Namespace) -> int:
         record.stopped = repr(error)
         raise
     finally:
+        _on_signals(_nothing)
         record.write(output / "drill.json")
         write_report(record, output / "report.html", args.compare)
     return _verdict(record, output)
@@ -136,16 +145,10 @@ async def _ask_version(record: Record, url: str) -> None:
         record.about["vLLM"] = (await answer.json())["version"]
 
 
-def _stop_on_signals() -> None:
-    """Makes the first SIGINT or SIGTERM end the drill in order; more change nothing."""
-    task = asyncio.current_task()
-    assert task is not None
-    seen: list[int] = []
-
-    def stop(signum: int) -> None:
-        if not seen:
-            task.cancel()
-        seen.append(signum)
-
+def _on_signals(action: Callable[[], None]) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stop, signum)
+        asyncio.get_running_loop().add_signal_handler(signum, action)
+
+
+def _nothing() -> None:
+    """Impatience must not cost the report."""

@@ -29,6 +29,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=120)
 # Shorter than a vLLM server's 5 s: it must not close a connection that is about to
 # be used again.
 _KEEPALIVE_S = 2.0
+# For what is still under way, perhaps to an instance that never answers.
+_SHUTDOWN_S = 1.0
 _NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _BACKENDS = web.AppKey("backends", list)
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
@@ -202,7 +204,9 @@ async def _pass_on(
 @contextlib.asynccontextmanager
 async def serve(proxy: Proxy, host: str, port: int) -> AsyncIterator[str]:
     """Serves the proxy inside this process; yields its URL."""
-    runner = web.AppRunner(proxy.application(), access_log=None)
+    runner = web.AppRunner(
+        proxy.application(), access_log=None, shutdown_timeout=_SHUTDOWN_S
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

@@ -14,7 +14,10 @@ DEATH_ERROR = "NIXL transfer failure: transfer_setup_failed"
 
 
 def make_record(cycles: int = 6) -> Record:
-    """Each cycle: kill at 10 s, released after 1 and 2 s, replaced at 40 s."""
+    """Each cycle: kill at 10 s, released after 1 and 2 s, replaced at 40 s.
+
+    The decoder is restarted in the last of them, from 45 to 55 s.
+    """
     record = Record(
         {"connector": "the test's"}, 2.0, cycles, list(PREFILLS), list(DECODERS)
     )
@@ -37,5 +40,11 @@ def make_record(cycles: int = 6) -> Record:
             for prefill, decode in itertools.product(PREFILLS, DECODERS):
                 if not (down and prefill == "prefill-2"):
                     record.requests.append(Request(second, 0.4, prefill, decode))
+    record.outages.append(
+        Outage("decode-2", 0, "", begin + 45, begin + 45.1, begin + 55)
+    )
+    for prefill in PREFILLS:
+        lost = Request(begin + 44, 2, prefill, "decode-2", "HTTP 502: it broke off")
+        record.requests.append(lost)
     record.ended = cycles * CYCLE_S
     return record

@@ -141,7 +141,6 @@ def test_an_interrupt_leaves_a_report_and_nothing_else(
     with drilling(tmp_path / "out", "keeps", "--cycles=1") as process:
         said = _wait_for(process, f"...     {at}")
         process.send_signal(signum)
-        # Impatience must not cost the report.
         process.send_signal(signum)
         assert process.stdout is not None
         said += process.stdout.read()

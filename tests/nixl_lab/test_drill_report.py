@@ -90,8 +90,8 @@ def test_a_browser_shows_the_time_line_and_all_releases(page: Path, width: int) 
 
     assert min(seen["timeline"]) > 200
     drawn = {name for name, size in seen["marks"].items() if max(size) > 3}
-    assert {f"kill-{n}" for n in range(1, 7)} <= drawn
-    assert {f"restarted-{n}" for n in range(1, 7)} <= drawn
+    assert {f"kill-{n}" for n in range(1, 8)} <= drawn
+    assert {f"restarted-{n}" for n in range(1, 8)} <= drawn
     assert {f"release-{n}" for n in range(1, 13)} <= drawn
     for prefill in ("prefill-1", "prefill-2"):
         for decode in ("decode-1", "decode-2"):
