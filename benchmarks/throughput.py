@@ -24,7 +24,8 @@ import aiohttp
 from benchmarks.common import Limit, quantile, summary
 from nixl_lab.client import completion_body, make_prompts
 from nixl_lab.demo import default_cache
-from nixl_lab.lab import DEFAULT_INTERVAL, Lab, running_lab
+from nixl_lab.drill_rules import DEFAULT_INTERVAL
+from nixl_lab.lab import Lab, running_lab
 from nixl_lab.model import ensure_model
 from nixl_lab.progress import Steps
 from nixl_lab.servers import ServerOptions
