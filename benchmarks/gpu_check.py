@@ -33,7 +33,7 @@ _INTERVAL_S = 0.5
 _RELEASE_TIMEOUT_S = 20.0
 # How long the stock connector is given for what ours does in one interval.
 _STOCK_WATCH_S = 5.0
-_START_TIMEOUT_S = 90.0
+_START_TIMEOUT_S = 240.0
 # The driver takes a moment to give a dead process's memory back.
 _SETTLE_S = 1.0
 _READ_BLOCKS = 8
