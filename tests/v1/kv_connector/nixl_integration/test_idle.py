@@ -39,13 +39,14 @@ def test_an_idle_decoder_releases_a_killed_prefill(
     agent = decoder.agent_of("victim")
 
     victim.kill()
-    took = decoder.wait_until(
-        lambda: decoder.connected == {"survivor"}, 30, stepping=False
-    )
+    # The monitor logs the release when it is through with it.
+    released = "NIXL peer released: victim"
+    took = decoder.wait_until(lambda: decoder.lines(released), 30, stepping=False)
 
     assert took < RELEASED_WITHIN, decoder.evidence()
+    assert decoder.connected == {"survivor"}
     assert not decoder.worker.nixl_wrapper.check_remote_metadata(agent)
-    assert len(decoder.lines("NIXL peer released: victim")) == 1
+    assert len(decoder.lines(released)) == 1
     decoder.read(survivor)
     replacement = start_prefill("replacement", port=victim.port)
     decoder.read(replacement)
