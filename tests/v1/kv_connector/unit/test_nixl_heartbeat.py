@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
     nixl_connector,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
+    NixlKVConnectorStats,
     NixlPullConnectorWorker,
     base_worker,
 )
@@ -701,6 +702,7 @@ def test_a_worker_built_without_its_constructor(decoder: Decoder):
         if name not in ours:
             setattr(bare, name, value)
     assert "_peers" not in vars(bare)
+    bare.xfer_stats = NixlKVConnectorStats()  # what stock's constructor sets
     decoder.worker = bare
     decoder.prefills["p"] = ["p-agent"]
     decoder.connect("p")
@@ -709,6 +711,7 @@ def test_a_worker_built_without_its_constructor(decoder: Decoder):
     decoder.nixl.finish_reads("p-agent")
     decoder.step()
     assert decoder.finished == ["r"]
+    del bare.xfer_stats  # only a transfer needs it
     decoder.nixl.peers["p-agent"].die()
     decoder.steps(FIRST_BEAT)
     assert decoder.is_clean("p")

@@ -325,9 +325,10 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             return results
 
     def _report_peer_events(self) -> None:
-        # Not a stock worker's stats, which the tests of forks give to one of ours.
-        if isinstance(self.xfer_stats, NixlPeerStats):
-            self.xfer_stats.record_peer_events(self._peer_events)
+        # Workers built with object.__new__ have the stock stats, or none.
+        stats = getattr(self, "xfer_stats", None)
+        if isinstance(stats, NixlPeerStats):
+            stats.record_peer_events(self._peer_events)
         self._peer_events.clear()
 
     def _send_due_heartbeats(self, now: float) -> None:
