@@ -50,6 +50,9 @@ class Instance(Protocol):
     async def alive(self) -> bool:
         """Whether its process still runs."""
 
+    def last_words(self) -> str:
+        """What is known about its end; empty if nothing is."""
+
     def lines(self) -> AsyncIterator[str]:
         """Its log, line by line as it is written, through all restarts."""
 
@@ -75,6 +78,10 @@ class LocalInstance:
     async def alive(self) -> bool:
         """Whether the server's first process runs."""
         return self.server.running
+
+    def last_words(self) -> str:
+        """The server's exit status and the errors in its log."""
+        return self.server.last_words()
 
     async def lines(self) -> AsyncIterator[str]:
         """Each start's log file, one after the other."""
@@ -160,6 +167,10 @@ class CommandInstance:
             return True
         except aiohttp.ClientError:
             return False
+
+    def last_words(self) -> str:
+        """Nothing: the deployment has its own logs."""
+        return ""
 
     async def lines(self) -> AsyncIterator[str]:
         """What the logs command prints; begun again whenever it ends."""

@@ -48,7 +48,15 @@ _RELEASED = re.compile("|".join(RELEASE_LINES).format(engine=r"([\w-]+)"))
 
 
 class DrillError(RuntimeError):
-    """The drill cannot go on; the message says why."""
+    """The drill cannot go on; the message says why.
+
+    Attributes:
+        evidence: What an instance left behind that is gone; may be empty.
+    """
+
+    def __init__(self, message: str, evidence: str = "") -> None:
+        super().__init__(message)
+        self.evidence = evidence
 
 
 class Drill:
@@ -205,7 +213,11 @@ class Drill:
                 (task, self._exited), return_when=asyncio.FIRST_COMPLETED
             )
             if self._exited.done():
-                raise DrillError(f"{self._exited.result()} is gone; nobody killed it")
+                name = self._exited.result()
+                raise DrillError(
+                    f"{name} is gone; nobody killed it",
+                    self._instances[name].last_words(),
+                )
             task.result()
         finally:
             await _cancel(task)

@@ -20,7 +20,7 @@ from nixl_lab.demo import default_cache
 from nixl_lab.drill_instances import CommandInstance, Commands, LocalInstance
 from nixl_lab.drill_report import write_report
 from nixl_lab.drill_rules import Record, judge
-from nixl_lab.drill_run import Drill
+from nixl_lab.drill_run import Drill, DrillError
 from nixl_lab.model import ensure_model
 from nixl_lab.progress import Steps
 from nixl_lab.servers import Deployment, ServerOptions
@@ -48,6 +48,7 @@ async def play(args: argparse.Namespace) -> int:
         prefills=[name for name, _ in args.prefill] or ["prefill-1", "prefill-2"],
         decoders=[name for name, _ in args.decode] or ["decode-1", "decode-2"],
     )
+    evidence = ""
     try:
         if args.prefill:
             await _on_own_deployment(args, record, output)
@@ -55,6 +56,9 @@ async def play(args: argparse.Namespace) -> int:
             await _on_local_servers(args, record, output)
     except asyncio.CancelledError:
         record.stopped = _INTERRUPTED
+    except DrillError as error:
+        record.stopped = str(error)
+        evidence = error.evidence
     except (RuntimeError, OSError, aiohttp.ClientError) as error:
         record.stopped = str(error) or repr(error)
     except Exception as error:
@@ -64,7 +68,10 @@ async def play(args: argparse.Namespace) -> int:
         _on_signals(_nothing)
         record.write(output / "drill.json")
         write_report(record, output / "report.html", args.compare)
-    return _verdict(record, output)
+    status = _verdict(record, output)
+    if evidence:
+        print(evidence, file=sys.stderr)
+    return status
 
 
 def _verdict(record: Record, output: Path) -> int:

@@ -34,6 +34,8 @@ _SERVER_FLAGS = (
     "--block-size=128",
     "--max-model-len=1024",
     "--max-num-seqs=8",
+    # 16 times what these requests can hold, instead of a whole GiB a server.
+    "--num-gpu-blocks-override=1024",
     "--no-enable-prefix-caching",
 )
 _SERVER_ENV = {
@@ -48,6 +50,9 @@ _SERVER_ENV = {
 # Outside the range that Linux takes ports for outgoing connections from: else
 # one of them may hold the port of a killed server when its replacement starts.
 _PORTS = range(20000, 30000)
+_LAST_WORDS = 12
+_LAST_WORDS_WIDTH = 150
+_FATAL_LINES = r"ERROR|Error\b|[Ff]atal|[Ss]ignal|died|Killed"
 _LOG_POLL_S = 0.02
 _READY_POLL_S = 0.25
 _KILL_TIMEOUT_S = 10.0
@@ -206,6 +211,16 @@ class VllmServer:
             return f"--- {self.name}: no log"
         text = self.log_path.read_text(errors="replace")
         return "\n".join([f"--- {self.log_path}", *text.splitlines()[-lines:]])
+
+    def last_words(self) -> str:
+        """How a server that nobody killed ended, in a few lines."""
+        status = self._process.poll() if self._process else None
+        lines = [line[:_LAST_WORDS_WIDTH] for line in self.log_lines(_FATAL_LINES)]
+        # The first errors are the cause, the last ones name the exception.
+        if len(lines) > _LAST_WORDS:
+            lines[_LAST_WORDS // 2 : -_LAST_WORDS // 2] = ["..."]
+        heading = f"{self.name} ended with status {status}; {self.log_path}:"
+        return "\n".join([heading, *lines])
 
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]

@@ -167,6 +167,7 @@ def test_an_instance_that_exits_ends_the_drill(tmp_path: Path) -> None:
     assert [e.instance for e in record.exits] == ["decode-1"]
     assert "No decoder process exits." in failed_rules(record)
     assert "decode-1 is gone" in record.stopped
+    assert "decode-1 ended with status -9;" in said
 
 
 def _decoder_log(output: Path) -> str:
