@@ -17,6 +17,7 @@ from benchmarks.common import ROOT, environment, use_checkout
 PARTS = (
     "step_cost",
     "heartbeat_cost",
+    "monitor_cost",
     "release_time",
     "throughput",
     "fleet",

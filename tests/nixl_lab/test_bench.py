@@ -114,7 +114,7 @@ def test_a_report_shows_what_was_missed_and_what_was_not_run(
     text = (tmp_path / "README.md").read_text()
     assert "1 of 1 missed" in text
     assert "step with 10 peers: 1.5 us, at most 1" in text
-    assert text.count("Not run yet.") == 5
+    assert text.count("Not run yet.") == 6
     assert "(step_cost.svg)" in text
     assert (tmp_path / "step_cost.svg").read_text().startswith("<?xml")
 

@@ -16,11 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    GET_META_MSG,
-    NixlAgentMetadata,
-    NixlHandshakePayload,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 from vllm.logger import init_logger
 from vllm.utils.network_utils import make_zmq_path
 
@@ -95,7 +91,7 @@ class SideChannel:
         for engine_id, (asked_at, socket) in list(self._open.items()):
             answered_by = None
             try:
-                answered_by = _engine_id_of(socket.recv_multipart(zmq.NOBLOCK))
+                answered_by = _engine_id_of(socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 if now - asked_at < _ANSWER_TIMEOUT_S:
                     continue
@@ -112,12 +108,23 @@ class SideChannel:
         self._open.clear()
 
 
-def _engine_id_of(reply: list[bytes]) -> str:
-    payload = msgspec.msgpack.decode(reply[0], type=NixlHandshakePayload)
-    metadata = msgspec.msgpack.decode(
-        payload.agent_metadata_bytes, type=NixlAgentMetadata
-    )
-    return metadata.engine_id
+# Of the reply only what the question is about is decoded: a ``NixlHandshakePayload``
+# with a ``NixlAgentMetadata`` in it, whose lists grow with the model.
+class _Payload(msgspec.Struct):
+    agent_metadata_bytes: bytes
+
+
+class _Metadata(msgspec.Struct):
+    engine_id: str
+
+
+_payload_decoder = msgspec.msgpack.Decoder(_Payload)
+_metadata_decoder = msgspec.msgpack.Decoder(_Metadata)
+
+
+def _engine_id_of(reply: bytes) -> str:
+    payload = _payload_decoder.decode(reply)
+    return _metadata_decoder.decode(payload.agent_metadata_bytes).engine_id
 
 
 class MonitoredWorker(Protocol):

@@ -31,7 +31,9 @@ _SPREAD = 0.1
 # A silent peer has left this many questions unanswered, over this long.
 _MIN_UNANSWERED = 3
 _MIN_SILENCE_S = 30.0
-# Bounds of the time between two questions (five heartbeat intervals).
+# Heartbeat intervals between two questions, and bounds in seconds. At the default
+# interval three questions take just that long; each costs as much as ten heartbeats.
+_INTERVALS_PER_QUESTION = 7.5
 _MIN_QUESTION_INTERVAL_S = 5.0
 _MAX_QUESTION_INTERVAL_S = 30.0
 # Looks for quiet peers per question interval: each look is at every peer.
@@ -357,9 +359,8 @@ class PeerTable:
     @property
     def question_interval(self) -> float:
         """Seconds between two questions to a peer that does not answer."""
-        return min(
-            max(5 * self.interval, _MIN_QUESTION_INTERVAL_S), _MAX_QUESTION_INTERVAL_S
-        )
+        wait = _INTERVALS_PER_QUESTION * self.interval
+        return min(max(wait, _MIN_QUESTION_INTERVAL_S), _MAX_QUESTION_INTERVAL_S)
 
     def take_quiet(self, now: float, last_active: Mapping[str, float]) -> list[Peer]:
         """Return the peers to ask for a sign of life now.
