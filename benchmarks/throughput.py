@@ -22,9 +22,8 @@ from typing import Any
 import aiohttp
 
 from benchmarks.common import Limit, quantile, summary
+from nixl_lab.arguments import DEFAULT_INTERVAL
 from nixl_lab.client import completion_body, make_prompts
-from nixl_lab.demo import default_cache
-from nixl_lab.drill_rules import DEFAULT_INTERVAL
 from nixl_lab.lab import Lab, running_lab
 from nixl_lab.model import ensure_model
 from nixl_lab.progress import Steps
@@ -58,7 +57,7 @@ async def _measure(quick: bool) -> dict[str, Any]:
         labs = {}
         for name in ("stock", "ours"):
             options = ServerOptions(
-                model=ensure_model(default_cache()),
+                model=ensure_model(),
                 log_dir=folder / name,
                 stock=name == "stock",
             )

@@ -4,7 +4,6 @@
 
 import argparse
 import asyncio
-import os
 import shutil
 import signal
 import sys
@@ -14,15 +13,12 @@ from pathlib import Path
 
 import aiohttp
 
-from nixl_lab.drill import seconds
-from nixl_lab.drill_rules import DEFAULT_INTERVAL
+from nixl_lab.arguments import DEFAULT_INTERVAL, EXIT_INTERRUPTED, seconds
 from nixl_lab.lab import running_lab
 from nixl_lab.model import ensure_model
 from nixl_lab.progress import Steps
 from nixl_lab.scenarios import SCENARIOS, Scenario
 from nixl_lab.servers import ServerOptions
-
-_EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted; all servers are stopped", file=sys.stderr)
-        status = _EXIT_INTERRUPTED
+        status = EXIT_INTERRUPTED
     else:
         status = 0
     if args.keep_logs is None:
@@ -78,7 +74,7 @@ async def play(scenario: Scenario, args: argparse.Namespace, log_dir: Path) -> N
     stop_on_sigterm()
     steps = Steps()
     with steps.step("make the tiny model"):
-        model = ensure_model((args.cache or default_cache()).resolve())
+        model = ensure_model(args.cache)
     options = ServerOptions(
         model=model,
         log_dir=log_dir,
@@ -91,12 +87,6 @@ async def play(scenario: Scenario, args: argparse.Namespace, log_dir: Path) -> N
         result = await scenario.play(lab)
     steps.table()
     steps.last_line(result)
-
-
-def default_cache() -> Path:
-    """The user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "nixl-lab"
 
 
 def stop_on_sigterm() -> None:

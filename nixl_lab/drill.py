@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nixl_lab.drill_rules import DEFAULT_INTERVAL, Record
+from nixl_lab.arguments import DEFAULT_INTERVAL, seconds
+from nixl_lab.drill_rules import Record
 
 _OWN_DEPLOYMENT = """\
 a deployment of your own:
@@ -145,19 +146,6 @@ def _count(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return value
-
-
-def seconds(text: str) -> float:
-    """A positive number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a positive number of seconds"
-        )
     return value
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-# The connector's own.
-DEFAULT_INTERVAL = 2.0
 WRONG_TOKENS = "wrong tokens"
 # A router notices a death by the first request that finds nobody, and a line of a log
 # is seen a moment after what it tells of.

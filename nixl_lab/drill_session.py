@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from nixl_lab.demo import default_cache
+from nixl_lab.arguments import EXIT_INTERRUPTED
 from nixl_lab.drill_instances import CommandInstance, Commands, LocalInstance
 from nixl_lab.drill_report import write_report
 from nixl_lab.drill_rules import Record, judge
@@ -25,7 +25,6 @@ from nixl_lab.model import ensure_model
 from nixl_lab.progress import Steps
 from nixl_lab.servers import Deployment, ServerOptions
 
-_EXIT_INTERRUPTED = 130
 _INTERRUPTED = "interrupted"
 
 
@@ -81,7 +80,7 @@ def _verdict(record: Record, output: Path) -> int:
     print(f"report: {output / 'report.html'}")
     if record.stopped == _INTERRUPTED:
         print("interrupted; nothing of the drill runs any more", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     return 0 if all(rule.passed for rule in rules) else 1
 
 
@@ -102,7 +101,7 @@ async def _on_local_servers(
 ) -> None:
     steps = Steps()
     with steps.step("make the tiny model"):
-        model = ensure_model((args.cache or default_cache()).resolve())
+        model = ensure_model(args.cache)
     options = ServerOptions(
         model=model,
         log_dir=output / "logs",

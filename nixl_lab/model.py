@@ -19,8 +19,13 @@ _SPECIAL_TOKENS = ["<s>", "</s>"]
 _COMPLETE_MARK = "complete"
 
 
-def ensure_model(cache_dir: Path) -> Path:
-    """Returns the model's folder below `cache_dir`, making it if it is not there."""
+def ensure_model(cache: Path | None = None) -> Path:
+    """Returns the model's folder, making it if it is not there.
+
+    Args:
+        cache: Where to keep it; the user's cache folder by default.
+    """
+    cache_dir = (cache or _default_cache()).resolve()
     # Named after this file's content: a changed recipe never meets an old model.
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     folder = cache_dir / f"{MODEL_NAME}-{recipe[:12]}"
@@ -36,6 +41,11 @@ def ensure_model(cache_dir: Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "nixl-lab"
 
 
 def write_model(folder: Path) -> None:

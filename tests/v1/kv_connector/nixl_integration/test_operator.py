@@ -13,7 +13,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nixl_lab.client import complete, make_prompts, prefill_only
-from nixl_lab.demo import default_cache
 from nixl_lab.lab import relevant_log
 from nixl_lab.model import ensure_model
 from nixl_lab.servers import Deployment, ServerOptions, VllmServer
@@ -108,7 +107,7 @@ class Operator:
 @pytest.mark.timeout(900)
 async def test_an_operator_sees_and_steers_the_release(tmp_path: Path):
     options = ServerOptions(
-        model=ensure_model(default_cache()),
+        model=ensure_model(),
         log_dir=tmp_path,
         interval=INTERVAL,
         env={
