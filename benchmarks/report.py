@@ -197,9 +197,11 @@ def heartbeat_cost(data: dict[str, Any], folder: Path) -> str:
                 (quartiles). Steps follow each other at once, or after a millisecond in
                 which the core is idle and the caches cool, for NIXL's code as for ours.
                 The last column is both parts, at the default interval; the target is
-                for steps that follow at once. The rarer a heartbeat is, the more of its
-                code has left the caches: that is why a lone peer's takes longest, again
-                for both parts, though what is run does not depend on the peers."""
+                for steps that follow at once. A thousand heartbeats a second are sent,
+                whatever the number of peers. The rarer they are, the more of their code
+                has left the caches, or the memory: on the machine of these figures one
+                every 10 ms took 11 us of ours and 30 of NIXL's, one every 100 ms 49 and
+                114."""
             ),
             table(
                 head,
