@@ -392,6 +392,21 @@ async def test_a_failed_start_ends_the_whole_deployment(
     assert not good.running
 
 
+def test_last_words_are_the_first_errors_and_the_last(tmp_path: Path) -> None:
+    server = VllmServer("a", "decode", ServerOptions(tmp_path, tmp_path))
+    server.starts = 1
+    errors = [f"ERROR {number} {'x' * 200}" for number in range(30)]
+    server.log_path.write_text("\n".join(["INFO fine", *errors, "INFO end", ""]))
+    heading, *lines = server.last_words().splitlines()
+    assert heading == f"a ended with status None; {server.log_path}:"
+    assert [line.split()[1] if " " in line else line for line in lines] == [
+        *map(str, range(6)),
+        "...",
+        *map(str, range(24, 30)),
+    ]
+    assert max(map(len, lines)) == 150
+
+
 def test_demo_fails_with_the_relevant_log_lines(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
