@@ -8,6 +8,7 @@ a deadline, and with evidence when it passes.
 """
 
 import contextlib
+import faulthandler
 import itertools
 import logging
 import os
@@ -72,14 +73,20 @@ def wait_until(
 
     """
     start = time.monotonic()
-    while True:
-        if every is not None:
-            every()
-        if condition():
-            return time.monotonic() - start
-        if time.monotonic() - start > deadline_s:
-            raise AssertionError(f"not within {deadline_s} s\n{evidence()}")
-        time.sleep(poll_s)
+    # Written even while a call into NIXL keeps the interpreter's lock: the failure
+    # alone would not show who waits, and for what.
+    faulthandler.dump_traceback_later(0.8 * deadline_s)
+    try:
+        while True:
+            if every is not None:
+                every()
+            if condition():
+                return time.monotonic() - start
+            if time.monotonic() - start > deadline_s:
+                raise AssertionError(f"not within {deadline_s} s\n{evidence()}")
+            time.sleep(poll_s)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def free_port() -> int:
