@@ -35,6 +35,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorMetad
 DEFAULT_ENV = {"UCX_TLS": "tcp,self"}
 STEP_S = 0.005
 _START_TIMEOUT_S = 120.0
+_READ_TIMEOUT_S = 60.0
+_DUMP_AFTER_S = 10.0
 # From anywhere: other tests may run on this machine at the same time.
 _PORTS = iter(range(random.SystemRandom().randrange(15_000, 25_000), 32_000))
 _NURSERY = Path(__file__).with_name("prefill_process.py")
@@ -74,8 +76,8 @@ def wait_until(
     """
     start = time.monotonic()
     # Written even while a call into NIXL keeps the interpreter's lock: the failure
-    # alone would not show who waits, and for what.
-    faulthandler.dump_traceback_later(0.8 * deadline_s)
+    # alone would not show who waited, and for what.
+    faulthandler.dump_traceback_later(min(_DUMP_AFTER_S, 0.8 * deadline_s))
     try:
         while True:
             if every is not None:
@@ -452,7 +454,7 @@ class Decoder:
             every=self.step if stepping else None,
         )
 
-    def wait_for(self, req_id: str, deadline_s: float = 20.0) -> bool:
+    def wait_for(self, req_id: str, deadline_s: float = _READ_TIMEOUT_S) -> bool:
         """Step until a request is reported; return whether it was received."""
         self.wait_until(
             lambda: req_id in self.finished or req_id in self.failed, deadline_s
@@ -464,7 +466,7 @@ class Decoder:
         prefill: RemotePrefill,
         blocks: Iterable[int] = (0, 1),
         local_blocks: Iterable[int] | None = None,
-        deadline_s: float = 20.0,
+        deadline_s: float = _READ_TIMEOUT_S,
     ) -> None:
         """Read blocks and check every byte of them."""
         blocks = list(blocks)
