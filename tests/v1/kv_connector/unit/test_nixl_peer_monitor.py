@@ -1116,3 +1116,22 @@ def test_a_worker_dropped_within_a_tick_shuts_down_quietly(
     until(lambda: not monitor._thread.is_alive())
     assert decoder.nixl.peers == {}
     assert "still inside a NIXL call" not in logs.text
+
+
+def test_a_step_holds_the_lock_and_gives_it_back(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+):
+    stock_cls = nixl_connector.NixlPullConnectorWorker
+    lock = decoder.worker._nixl_lock
+    held = []
+    for name in ("start_load_kv", "get_transfer_results"):
+        stock = getattr(stock_cls, name)
+
+        def call(self, *args, stock=stock):
+            held.append(lock._is_owned())
+            return stock(self, *args)
+
+        monkeypatch.setattr(stock_cls, name, call)
+    decoder.step()
+    assert held == [True, True]
+    assert not lock._is_owned()
