@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import Limit, summary
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     PeerTable,
     Verdict,

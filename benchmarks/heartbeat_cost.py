@@ -15,7 +15,7 @@ from benchmarks.peers_pool import connect, running_nursery, start_crowd
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import (
     _MAX_SENDS_PER_STEP,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     PeerTable,
 )

@@ -14,7 +14,7 @@ from prefill_process import rss_bytes
 
 from benchmarks.common import Limit
 from benchmarks.peers_pool import connect, running_nursery, start_crowd
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     PeerTable,
 )

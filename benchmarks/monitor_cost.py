@@ -16,7 +16,7 @@ from peers import Decoder
 from benchmarks.common import Limit
 from benchmarks.peers_pool import Crowd, connect, running_nursery, start_crowd
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_monitor import SideChannel
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.monitor import SideChannel
 
 PEERS = 100
 _AGENTS_PER_PROCESS = 25

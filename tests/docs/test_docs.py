@@ -18,22 +18,22 @@ import yaml
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import (
     heartbeat_interval,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_control import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.admin import (
     EXTENSION,
     PATH,
     NixlPeerControl,
     PeerName,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
     HEARTBEAT_INTERVAL_KEY,
     Verdict,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_stats import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.stats import (
     CONNECTED,
     COUNTERS,
     RELEASE_SECONDS,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_ucx import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.ucx import (
     ucx_setting_problems,
 )
 

@@ -102,9 +102,9 @@ def test_wheel_holds_the_patch_and_the_lab_only(wheel_files: list[str]) -> None:
     ours = {name for name in wheel_files if name.startswith("vllm/")}
     required = {
         f"{V1}/nixl_connector.py",
-        f"{V1}/nixl_peer_policy.py",
-        f"{V1}/nixl_peer_monitor.py",
-        "vllm/plugins/nixl_heartbeat_plugin.py",
+        f"{V1}/nixl_peers/policy.py",
+        f"{V1}/nixl_peers/monitor.py",
+        "vllm_nixl_heartbeat.plugin.py",
     }
     assert required <= ours
     siblings = ours - required
@@ -134,7 +134,7 @@ def test_wheel_requires_nothing_and_offers_extras(wheel: Path) -> None:
     assert header["Requires-Python"] == ">=3.11"
     assert "[vllm.general_plugins]" in entry_points
     assert (
-        "nixl_heartbeat = vllm.plugins.nixl_heartbeat_plugin:register" in entry_points
+        "nixl_heartbeat = vllm_nixl_heartbeat.plugin:register" in entry_points
     )
 
 

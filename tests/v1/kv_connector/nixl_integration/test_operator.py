@@ -16,7 +16,7 @@ from nixl_lab.client import complete, make_prompts, prefill_only
 from nixl_lab.lab import relevant_log
 from nixl_lab.model import ensure_model
 from nixl_lab.servers import Deployment, ServerOptions, VllmServer
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_control import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.admin import (
     EXTENSION,
     PATH,
 )

@@ -4,7 +4,7 @@
 
 from collections.abc import Iterator
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_monitor import Answer
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.monitor import Answer
 
 ANSWER_TIMEOUT_S = 5.0
 

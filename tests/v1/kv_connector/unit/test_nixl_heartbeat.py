@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import (
     NixlConnector,
     NixlConnectorWorker,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import Verdict
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import Verdict
 
 INTERVAL = 2.0
 # A peer's place within the spread of an interval is at most this late.

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from nixl._bindings import nixlRemoteDisconnectError
 
 import vllm.distributed.kv_transfer as kv_transfer
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_control import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.admin import (
     EXTENSION,
     PATH,
     NixlPeerControl,

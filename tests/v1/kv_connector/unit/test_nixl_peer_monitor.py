@@ -22,10 +22,7 @@ from fake_side_channel import FakeSideChannel
 from nixl._bindings import nixlBackendError, nixlRemoteDisconnectError
 from worker_factory import make_connector
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import (
-    nixl_connector,
-    nixl_peer_monitor,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlPullConnectorWorker,
     base_worker,
@@ -39,12 +36,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import (
     NixlConnectorWorker,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_monitor import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import (
+    monitor as nixl_peer_monitor,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.monitor import (
     Answer,
     PeerMonitor,
     SideChannel,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import Verdict
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import Verdict
 
 INTERVAL = 2.0
 FIRST_BEAT = 1.1 * INTERVAL

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_peer_policy
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import policy as nixl_peer_policy
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
     PeerTable,
     Verdict,
     is_disconnect,

@@ -12,7 +12,7 @@ from worker_factory import make_vllm_config
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import NixlConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_stats import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.stats import (
     COUNTERS,
     NixlPeerStats,
     PeerEvents,

@@ -6,7 +6,7 @@ import pytest
 from decoder import make_decoder
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_ucx import (
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.ucx import (
     ucx_setting_problems,
 )
 

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlPullConnector as StockConnector,
 )
-from vllm.plugins.nixl_heartbeat_plugin import register
+from vllm_nixl_heartbeat.plugin import register
 
 
 @pytest.fixture

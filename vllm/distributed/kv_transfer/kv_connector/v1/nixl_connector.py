@@ -47,11 +47,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlPullConnector as StockNixlPullConnector,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_monitor import (
+from .nixl_peers.monitor import (
     PeerMonitor,
     SideChannel,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import (
+from .nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     HEARTBEAT_INTERVAL_KEY,
     Loss,
@@ -61,12 +61,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_policy import (
     is_nixl_error,
     parse_heartbeat_interval,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_stats import (
+from .nixl_peers.stats import (
     NixlPeerPromMetrics,
     NixlPeerStats,
     PeerEvents,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peer_ucx import (
+from .nixl_peers.ucx import (
     ucx_setting_problems,
 )
 from vllm.logger import init_logger

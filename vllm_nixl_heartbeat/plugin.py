@@ -20,7 +20,7 @@ from typing import Any
 logger = logging.getLogger("vllm.plugins.nixl_heartbeat")
 
 _FACTORY_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
-_CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector"
+_CONNECTOR_MODULE = "vllm_nixl_heartbeat.nixl_connector"
 _CONNECTOR_NAMES = ("NixlConnector", "NixlPullConnector")
 
 
