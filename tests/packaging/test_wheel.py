@@ -133,9 +133,7 @@ def test_wheel_requires_nothing_and_offers_extras(wheel: Path) -> None:
     assert header["License-Expression"] == "Apache-2.0"
     assert header["Requires-Python"] == ">=3.11"
     assert "[vllm.general_plugins]" in entry_points
-    assert (
-        "nixl_heartbeat = vllm_nixl_heartbeat.plugin:register" in entry_points
-    )
+    assert "nixl_heartbeat = vllm_nixl_heartbeat.plugin:register" in entry_points
 
 
 def test_no_supported_release_has_one_of_our_paths(wheel_files: list[str]) -> None:

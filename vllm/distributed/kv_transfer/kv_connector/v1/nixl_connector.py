@@ -1,125 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""NIXL pull connector that lets go of dead peers.
+"""NIXL pull connector that releases the state of unreachable peers.
 
-A decode instance reads KV blocks out of a prefill's memory and for that keeps
-the prefill's agent metadata and memory keys (rkeys) loaded. This connector
-extends vLLM's own: each step, after the stock work, it
+A decode instance reads KV blocks out of a prefill's memory, and for that keeps the
+prefill's agent metadata and remote keys (rkeys) loaded. This connector extends vLLM's
+own: each step, after the stock work, runs one bounded round that sends the heartbeats
+that are due and releases the peers that NIXL has reported as disconnected and that
+nothing is read from. While no step runs, a monitor thread runs the same round.
 
-1. sends the heartbeats that are due (``get_transfer_results``),
-2. takes typed NIXL disconnects, wherever they show, as evidence that a peer is
-   gone (``_note_error``),
-3. releases such peers once no read from them is open
-   (``_release_unreachable_remote_engines``).
-
-While no step runs, a monitor thread does the same work. Policy is in
-``nixl_peer_policy``, threads are in ``nixl_peer_monitor``.
+The feature is in ``nixl_peers``: ``agent`` (the way into NIXL), ``policy`` (schedule
+and evidence), ``quarantine``, ``manager`` (a peer's life), ``monitor``, ``stats``,
+``admin``, ``ucx``. Here it is wired to vLLM's worker.
 """
 
-import collections
-import contextlib
-import functools
 import os
-import socket
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
-    NixlAgentMetadata,
     NixlBaseConnector,
-    NixlBaseConnectorScheduler,
-    NixlBaseConnectorWorker,
     NixlConnectorMetadata,
-    NixlConnectorScheduler,
-    NixlHandshakePayload,
     NixlKVConnectorStats,
     NixlPullConnectorScheduler,
     NixlPullConnectorWorker,
-    NixlPushConnector,
-    NixlPushConnectorScheduler,
-    NixlPushConnectorWorker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlPullConnector as StockNixlPullConnector,
 )
-from .nixl_peers.monitor import (
-    PeerMonitor,
-    SideChannel,
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from .nixl_peers.agent import NixlAgentProxy, OpenTransfers
+from .nixl_peers.handshake import (
+    PeerRefusedError,
+    check_listener,
+    says_nothing_about_peer,
 )
+from .nixl_peers.manager import PeerManager
+from .nixl_peers.monitor import PeerMonitor
 from .nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     HEARTBEAT_INTERVAL_KEY,
-    Loss,
-    PeerTable,
-    Verdict,
-    is_disconnect,
-    is_nixl_error,
     parse_heartbeat_interval,
 )
-from .nixl_peers.stats import (
-    NixlPeerPromMetrics,
-    NixlPeerStats,
-    PeerEvents,
-)
-from .nixl_peers.ucx import (
-    ucx_setting_problems,
-)
-from vllm.logger import init_logger
-from vllm.platforms import current_platform
+from .nixl_peers.stats import PeerPromMetricsMixin, PeerStatsMixin
+from .nixl_peers.ucx import ucx_setting_problems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorTransferResults,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
 
-# An empty lease heartbeat: renews nothing, and every prefill understands it. Any
-# other payload would raise in the step of one that does not run this connector.
-_HEARTBEAT = b"HB:"
-# Sends per step, a TP-32 peer's worth, at about 5 us each.
-_MAX_SENDS_PER_STEP = 32
-# Long enough for one lost SYN (resent after 1 s).
-_PROBE_TIMEOUT_S = 2.0
-_SHUTDOWN_LOCK_TIMEOUT_S = 5.0
-
-TESTED_VLLM = ("0.31", "0.32", "0.33")
-# What we override, call or read of the stock pull worker.
-REQUIRED_WORKER_MEMBERS = (
-    "_add_notif_only_remote_agent",
+# All that this builds on of the stock worker, checked at start-up where it matters:
+# methods that are overridden or called, attributes that are read or set.
+STOCK_WORKER_METHODS = (
     "_cleanup_remote_engine",
     "_engines_with_inflight_transfers",
     "_ensure_handshake",
-    "_get_new_notifs",
     "_handle_heartbeat",
     "_log_failure",
     "_nixl_handshake",
-    "_pop_done_transfers",
     "_read_blocks_for_req",
-    "_send_heartbeats",
     "add_remote_agent",
+    "get_kv_connector_stats",
     "get_transfer_results",
     "shutdown",
     "start_load_kv",
 )
-REQUIRED_WORKER_ATTRIBUTES = (
-    "_engine_last_active",
+STOCK_WORKER_ATTRIBUTES = (
     "_failed_recv_reqs",
     "_handshake_futures",
     "_handshake_initiation_executor",
-    "_handshake_lock",
-    "_recv_failures",
     "_recving_metadata",
-    "_recving_transfers",
     "_remote_agents",
+    "_reqs_to_send",
     "device_id",
     "dst_xfer_side_handles",
     "nixl_backends",
@@ -129,136 +94,74 @@ REQUIRED_WORKER_ATTRIBUTES = (
     "xfer_stats",
 )
 
-
-def unfit_reason(worker_cls: type = NixlPullConnectorWorker) -> str | None:
-    """Return why this connector cannot extend the installed vLLM, or None.
-
-    Args:
-        worker_cls: The stock pull worker.
-
-    """
-    if hasattr(worker_cls, "_release_unreachable_remote_engines"):
-        return "this vLLM releases unreachable peers itself"
-    missing = [
-        name for name in REQUIRED_WORKER_MEMBERS if not hasattr(worker_cls, name)
-    ]
-    # Instance attributes are the names that the constructors store.
-    stored: set[str] = set()
-    for cls in worker_cls.__mro__:
-        if (init := vars(cls).get("__init__")) is not None and cls is not object:
-            stored.update(init.__code__.co_names)
-    missing += [name for name in REQUIRED_WORKER_ATTRIBUTES if name not in stored]
-    if missing:
-        return f"its NIXL pull worker lacks {', '.join(missing)}"
-    return None
+# A handshake with an address that does not answer takes 5 s of waiting. As many may
+# wait before a new peer has to; threads are made when they are needed.
+_HANDSHAKE_THREADS = 32
+_SHUTDOWN_LOCK_TIMEOUT_S = 5.0
 
 
-def is_tested_vllm(version: str = vllm.__version__) -> bool:
-    """Return whether this vLLM release is one that the tests run against."""
-    return version.startswith(tuple(f"{release}." for release in TESTED_VLLM))
+class NixlPeerStats(PeerStatsMixin, NixlKVConnectorStats):
+    """The stock statistics and those of peers."""
 
 
-def _probe_listener(host: str, port: int) -> None:
-    """Make sure that a ZMQ listener lives, in milliseconds instead of ZMQ's 5 s.
-
-    A dead process refuses the connection. One that is just dying, or stopped, is
-    still connected by its kernel, but does not send ZMQ's greeting.
-
-    Raises:
-        OSError: If nothing lives there.
-
-    """
-    with socket.create_connection((host, port), _PROBE_TIMEOUT_S) as probe:
-        if not probe.recv(1):
-            raise ConnectionError(f"{host}:{port} closed the connection")
-
-
-def _reads_blocks(meta: "ReqMeta") -> bool:
-    """Return whether a request reads blocks; one that does not notifies only."""
-    return any(len(group) > 0 for group in meta.local_block_ids)
-
-
-class PeerQuarantinedError(RuntimeError):
-    """A request names an engine that does not answer handshakes at present."""
-
-
-class _AgentOverlay:
-    """A NIXL agent of which some methods are replaced."""
-
-    def __init__(self, agent: Any, methods: dict[str, Callable[..., Any]]):
-        self._agent = agent
-        self.__dict__.update(methods)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._agent, name)
+class NixlPeerPromMetrics(PeerPromMetricsMixin, NixlPromMetrics):
+    """The stock metrics and those of peers."""
 
 
 class NixlConnectorWorker(NixlPullConnectorWorker):
-    """Pull worker that heartbeats its peers and releases dead ones.
+    """Pull worker that sends its peers heartbeats and releases unreachable ones."""
 
-    Everything that touches the NIXL agent runs under one lock: the steps of the
-    main thread, the loading of metadata in the handshake thread, the monitor.
-    """
+    # None in a worker that object.__new__ has made (tests do): it is the stock worker.
+    _peers: PeerManager | None = None
 
-    # State of the feature is made on first use where a constructor was not run:
-    # tests of forks build workers with object.__new__ and the stock attributes.
-    _monitor: PeerMonitor | None = None
-    _last_step = 0.0
-    # A Python lock is not fair: the monitor, taking it again at once for the next
-    # peer, could keep the step out. So the step says that it waits.
-    _step_waits = False
-    _device_is_set = False
-    _is_shut_down = False
+    # -- The step --------------------------------------------------------------
 
-    @functools.cached_property
-    def _peers(self) -> PeerTable:
-        return PeerTable(DEFAULT_HEARTBEAT_INTERVAL_S)
+    def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
+        """Start the reads of a step."""
+        if self._peers is None:
+            return super().start_load_kv(metadata)
+        with self._peers.lock:
+            super().start_load_kv(metadata)
+            if metadata.reqs_to_send:
+                # Decoders are about to connect: their heartbeats must not pile up in
+                # NIXL's unbounded list while this engine idles.
+                self._start_monitor()
 
-    @functools.cached_property
-    def _nixl_lock(self) -> threading.RLock:  # type: ignore[valid-type]
-        return threading.RLock()
+    def get_transfer_results(self) -> "KVConnectorTransferResults":
+        """Run the stock step, then one round of peer work."""
+        if self._peers is None:
+            return super().get_transfer_results()
+        with self._peers.lock:
+            local_hits = self._take_local_hits()
+            results = super().get_transfer_results()
+            results.finished_recving.update(local_hits)
+            self._last_step = now = self._peers.clock()
+            if self._peers.has_work(now):
+                self._run_round(self._peers, now)
+            return results
 
-    # Stock attributes that not every such test sets, since not every stock method
-    # needs them.
-    @functools.cached_property
-    def _engine_last_active(self) -> dict[str, float]:  # type: ignore[override]
-        return {}
+    def _run_round(self, peers: PeerManager, now: float) -> bool:
+        """Send heartbeats and release peers, as are due; return if some are left."""
+        peers.update_suspects(now)
+        heartbeats_left = peers.send_due_heartbeats(self._agent, now)
+        released = self._release_unreachable_remote_engines()
+        return heartbeats_left or released
 
-    @functools.cached_property
-    def _handshake_futures(self) -> dict[str, Future[Any]]:  # type: ignore[override]
-        return {}
+    def _release_unreachable_remote_engines(self) -> bool:
+        """Release unreachable peers, a bounded number; return whether there were any.
 
-    @functools.cached_property
-    def _handshake_lock(self) -> threading.RLock:  # type: ignore[override,valid-type]
-        return threading.RLock()
-
-    @functools.cached_property
-    def _handshake(self) -> threading.local:
-        """Of each handshake thread: the agents it has ``loaded`` so far."""
-        return threading.local()
-
-    @functools.cached_property
-    def _retry_executor(self) -> ThreadPoolExecutor:
-        """Runs handshakes with engines that were released or failed lately.
-
-        A new peer's handshake must not queue behind attempts at dead ones. More
-        threads than stock's one are safe: metadata is loaded under the lock.
+        Only those with nothing in flight. vLLM's own account counts as well as that of
+        open handles: a finished request still needs its peer's layout.
         """
-        return ThreadPoolExecutor(4, thread_name_prefix="vllm-nixl-handshake-retry")
+        assert self._peers is not None
+        releasable = self._peers.take_releasable(
+            self._engines_with_inflight_transfers(), self._handshake_futures
+        )
+        for engine_id in releasable:
+            self._cleanup_remote_engine(engine_id, log_eviction=False)
+        return bool(releasable)
 
-    @functools.cached_property
-    def _kept_notifs(self) -> dict[str, list[bytes]]:
-        """Notifications that the monitor drained, for the next step, by agent."""
-        return {}
-
-    @functools.cached_property
-    def _peer_events(self) -> PeerEvents:
-        """What the metrics count, until a step takes it along."""
-        return PeerEvents()
-
-    @functools.cached_property
-    def _logged_notif_errors(self) -> set[str]:
-        return set()
+    # -- Construction ------------------------------------------------------------
 
     def __init__(
         self,
@@ -266,7 +169,7 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         engine_id: str,
         kv_cache_config: "KVCacheConfig",
     ):
-        """Build the stock worker and the table of its peers.
+        """Build the stock worker, and what manages its peers.
 
         Args:
             vllm_config: vLLM's configuration.
@@ -282,8 +185,24 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         if not interval:
             raise ValueError(f"{HEARTBEAT_INTERVAL_KEY}=0: use the stock worker")
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self._peers = PeerTable(interval)
         self.xfer_stats = NixlPeerStats()
+        transfers = OpenTransfers()
+        peers = PeerManager(
+            interval, engine_id, transfers, self.xfer_stats, time.perf_counter
+        )
+        self._agent = NixlAgentProxy(self.nixl_wrapper, peers, transfers, peers.clock)
+        self.nixl_wrapper = self._agent
+        # One address that hangs must not keep other handshakes waiting.
+        self._handshake_initiation_executor.shutdown(wait=False)
+        self._handshake_initiation_executor = ThreadPoolExecutor(
+            _HANDSHAKE_THREADS, thread_name_prefix="vllm-nixl-handshake"
+        )
+        # Stock's loading code is written for one handshake thread.
+        self._loading = threading.Lock()
+        self._monitor: PeerMonitor | None = None
+        self._last_step = 0.0
+        self._device_is_set = False
+        self._is_shut_down = False
         if (
             current_platform.is_cuda()
             and "UCX" in self.nixl_backends
@@ -291,171 +210,64 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         ):
             for problem in ucx_setting_problems(os.environ):
                 logger.warning("NIXL peer release: %s", problem)
+        self._peers = peers
 
-    # -- The step --------------------------------------------------------------
+    # -- Reads -------------------------------------------------------------------
 
-    # What every step runs names the stock class, and takes the lock by hand: a
-    # `super()` call takes 0.12 us on Python 3.11, `with` on a lock as much, and five
-    # of them half of what this adds to an empty step.
+    def _read_blocks_for_req(self, req_id: str, meta: "ReqMeta") -> None:
+        """Post a request's reads, unless they would get stuck or could not end well."""
+        peers = self._peers
+        if peers is not None and meta.remote is not None and _reads_blocks(meta):
+            engine_id = meta.remote.engine_id
+            if self._is_replaced_under_a_read(meta):
+                peers.mark_replaced(engine_id, "it has registered its KV cache again")
+            if (refusal := peers.read_refusal(engine_id)) is not None:
+                self._refuse(peers, req_id, f"its peer {engine_id} is {refusal}")
+                self._failed_recv_reqs.put(req_id)
+                return
+        super()._read_blocks_for_req(req_id, meta)
 
-    def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
-        """Start the reads of a step; each counts as its peer's heartbeat."""
-        lock = self._nixl_lock
-        self._step_waits = True
-        lock.acquire()
-        try:
-            self._step_waits = False
-            NixlPullConnectorWorker.start_load_kv(self, metadata)
-            if metadata.reqs_to_send:
-                # Decoders are about to connect: their heartbeats must not pile
-                # up in NIXL's unbounded list while this engine idles.
-                self._start_monitor()
-        finally:
-            lock.release()
+    def _refuse(self, peers: PeerManager, req_id: str | None, reason: object) -> None:
+        # One line per request would bury the log while a router keeps sending to a
+        # dead peer; what is behind it has been logged.
+        logger.debug("Request %s refused: %s", req_id, reason)
+        peers.request_refused()
 
-    def get_transfer_results(self) -> "KVConnectorTransferResults":
-        """Run the stock step, then the peer work that is due."""
-        lock = self._nixl_lock
-        self._step_waits = True
-        lock.acquire()
-        try:
-            self._step_waits = False
-            results = NixlPullConnectorWorker.get_transfer_results(self)
-            peers = self._peers
-            self._last_step = now = time.perf_counter()
-            if peers.next_look <= now:
-                self._send_due_heartbeats(now)
-            if peers.lost:
-                self._release_unreachable_remote_engines()
-            if self._peer_events:
-                self._report_peer_events()
-            return results
-        finally:
-            lock.release()
+    def _is_replaced_under_a_read(self, meta: "ReqMeta") -> bool:
+        """Return whether stock would release the peer under a read in flight.
 
-    def _report_peer_events(self) -> None:
-        # Workers built with object.__new__ have the stock stats, or none.
-        stats = getattr(self, "xfer_stats", None)
-        if isinstance(stats, NixlPeerStats):
-            stats.record_peer_events(self._peer_events)
-        self._peer_events.clear()
-
-    def _send_due_heartbeats(self, now: float) -> None:
-        self._sync_peers(now)
-        sends = 0
-        while sends < _MAX_SENDS_PER_STEP:
-            engine_id = self._peers.take_due(now, self._engine_last_active)
-            if engine_id is None:
-                break
-            sends += self._send_heartbeat(engine_id)
-
-    def _sync_peers(self, now: float) -> None:
-        # The callback of a handshake moves its engine from one to the other.
-        with self._handshake_lock:
-            self._peers.sync(self._remote_agents, now, self._handshake_futures)
-
-    def _send_heartbeat(self, engine_id: str) -> int:
-        """Send one heartbeat to each agent of a peer; return the number of sends."""
-        agents = list(self._remote_agents.get(engine_id, {}).values())
-        sends = failures = 0
-        for agent_name in agents:
-            sends += 1
-            try:
-                self.nixl_wrapper.send_notif(agent_name, notif_msg=_HEARTBEAT)
-            except Exception as e:
-                failures += 1
-                self._note_error(engine_id, e, "heartbeat", agent_name)
-                if engine_id in self._peers.lost:
-                    break
-        self._peer_events.count("peer_heartbeats_sent", sends - failures)
-        self._peer_events.count("peer_heartbeats_failed", failures)
-        return sends
-
-    def _release_unreachable_remote_engines(self) -> None:
-        """Release every lost peer from which no read is open.
-
-        Never sooner, not even on a timer: releasing does not cancel a read, and
-        its late data would land in blocks that belong to another request by then.
+        From 0.33 on a peer that wakes from sleep has a new registration, and the next
+        request for it makes vLLM drop the old one at once.
         """
-        for engine_id in self._releasable_engines():
-            self._cleanup_remote_engine(engine_id, log_eviction=False)
+        assert meta.remote is not None
+        generation = getattr(meta.remote, "registration_generation", 0)
+        seen = getattr(self, "_remote_registration_generations", {})
+        return (
+            seen.get(meta.remote.engine_id, 0) < generation
+            and meta.remote.engine_id in self._engines_with_inflight_transfers()
+        )
 
-    def _releasable_engines(self) -> list[str]:
-        lost = self._peers.lost
-        busy = self._engines_with_inflight_transfers() if lost else set()
-        releasable = []
-        for engine_id, loss in list(lost.items()):
-            if engine_id not in self._remote_agents:
-                self._peers.forget(engine_id)
-            elif engine_id in busy:
-                if loss.held_since is None:
-                    loss.held_since = time.perf_counter()
-                    self._peer_events.count("peer_releases_held")
-                    logger.warning(
-                        "NIXL peer held by open reads: %s | Context: %s",
-                        engine_id,
-                        self._peer_context(engine_id, loss),
-                    )
-            elif engine_id not in self._handshake_futures:
-                releasable.append(engine_id)
-        return releasable
+    def _take_local_hits(self) -> list[str]:
+        """Return the requests that could not notify their peer, but have their blocks.
 
-    # -- Evidence --------------------------------------------------------------
-
-    def _note_error(
-        self, engine_id: str, error: BaseException, source: str, agent_name: str | None
-    ) -> None:
-        """Judge an error that a NIXL call for a peer has raised."""
-        now = time.perf_counter()
-        if engine_id in self._remote_agents and engine_id not in self._peers:
-            self._sync_peers(now)
-        kind = type(error).__name__
-        if is_disconnect(error):
-            evidence = f"{kind} from {source}"
-            self._lose(engine_id, Verdict.UNREACHABLE, evidence, now, agent_name)
-        elif self._peers.is_first_error(engine_id, f"{kind} from {source}"):
-            logger.warning(
-                "NIXL peer error, not taken for a disconnect: %s | Context: %s",
-                engine_id,
-                {"evidence": f"{kind} from {source}: {error}", "agent": agent_name},
-            )
-
-    def _lose(
-        self,
-        engine_id: str,
-        verdict: Verdict,
-        evidence: str,
-        now: float,
-        agent_name: str | None = None,
-    ) -> None:
-        if self._peers.lose(engine_id, verdict, evidence, now):
-            if verdict in (Verdict.UNREACHABLE, Verdict.SILENT):
-                self._peer_events.count(f"peers_{verdict.value}")
-            context = self._peer_context(engine_id, self._peers.lost[engine_id])
-            if agent_name is not None:
-                context["failed_agent"] = agent_name
-            logger.warning(
-                "NIXL peer %s: %s | Context: %s", verdict.value, engine_id, context
-            )
-
-    def _peer_context(self, engine_id: str, loss: Loss) -> dict[str, Any]:
-        """Return the facts about a lost peer that its log lines share."""
-        peer = self._peers.get(engine_id)
-        return {
-            "engine_id": self.engine_id,
-            "remote_engine_id": engine_id,
-            "remote_address": peer and peer.address_text,
-            "remote_agents": list(self._remote_agents.get(engine_id, {}).values()),
-            "evidence": loss.evidence,
-            "since_proof_of_life_s": round(loss.quiet_for, 3),
-        }
-
-    def _engine_of_agent(self, agent_name: str) -> str | None:
-        # A copy: the handshake thread adds to it under its own lock only.
-        for engine_id, agents in list(self._remote_agents.items()):
-            if agent_name in agents.values():
-                return engine_id
-        return None
+        All that they would have read is local: they end well, as with a peer whose
+        state is loaded.
+        """
+        failed, local = [], []
+        while not self._failed_recv_reqs.empty():
+            try:
+                req_id = self._failed_recv_reqs.get_nowait()
+            except queue.Empty:
+                break
+            meta = self._recving_metadata.get(req_id)
+            if meta is None or _reads_blocks(meta):
+                failed.append(req_id)
+            else:
+                del self._recving_metadata[req_id]
+                local.append(req_id)
+        for req_id in failed:
+            self._failed_recv_reqs.put(req_id)
+        return local
 
     def _log_failure(
         self,
@@ -466,180 +278,56 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         meta: "ReqMeta | None" = None,
         **extra_context: Any,
     ) -> None:
-        """Log a failure as stock does, and judge its error.
-
-        Every failed read, notification and handshake of the stock worker passes
-        here. Handshakes are judged where they run (`_nixl_handshake`).
-        """
-        if isinstance(error, PeerQuarantinedError):
-            # One line per request would bury the log while a router keeps
-            # sending to a dead peer; the quarantine itself has been logged.
-            logger.debug("Request %s refused: %s", req_id, error)
-            # The scheduler sends a failed request again, without blocks, to have
-            # its peer notified.
+        """Log a failure as stock does; count a refusal instead."""
+        if isinstance(error, PeerRefusedError) and self._peers is not None:
+            # The scheduler sends a failed request again, without blocks, to have its
+            # peer notified: that is no second request.
             if meta is not None and _reads_blocks(meta):
-                self._peer_events.count("peer_requests_refused")
+                self._refuse(self._peers, req_id, error)
             return
         super()._log_failure(failure_type, req_id, msg, error, meta, **extra_context)
-        if error is None or failure_type.startswith("handshake"):
-            return
-        agent_name = extra_context.get("remote_agent_name")
-        engine_id = extra_context.get("dst_engine_id")
-        if engine_id is None and req_id is not None:
-            meta = meta or self._recving_metadata.get(req_id)
-            engine_id = meta.remote.engine_id if meta and meta.remote else None
-        if engine_id is None and agent_name is not None:
-            engine_id = self._engine_of_agent(agent_name)
-        if engine_id is not None:
-            self._note_error(engine_id, error, failure_type, agent_name)
 
-    @contextlib.contextmanager
-    def _agent_with(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Replace methods of the NIXL agent for the time of one stock call."""
-        agent = self.nixl_wrapper
-        self.nixl_wrapper = _AgentOverlay(agent, methods)
-        try:
-            yield
-        finally:
-            self.nixl_wrapper = agent
-
-    def _send_heartbeats(self, metadata: NixlConnectorMetadata) -> None:
-        """Send the lease heartbeats, and judge the errors that stock swallows."""
-        if not metadata.heartbeat_by_engine:
-            return
-        agent = self.nixl_wrapper
-        failures: list[tuple[str, Exception]] = []
-
-        def send_notif(agent_name: str, *args: Any, **kwargs: Any) -> None:
-            try:
-                agent.send_notif(agent_name, *args, **kwargs)
-            except Exception as e:
-                failures.append((agent_name, e))
-                raise
-
-        with self._agent_with(send_notif=send_notif):
-            super()._send_heartbeats(metadata)
-        # It counts as the peer's heartbeat; vLLM stamps it from 0.32 on.
-        now = time.perf_counter()
-        for engine_id in (
-            metadata.heartbeat_by_engine.keys() & self._remote_agents.keys()
-        ):
-            self._engine_last_active[engine_id] = now
-        for agent_name, error in failures:
-            sent_to = self._engine_of_agent(agent_name)
-            if sent_to is not None:
-                self._note_error(sent_to, error, "lease heartbeat", agent_name)
-
-    def _pop_done_transfers(
-        self, transfers: dict[str, list[int]]
-    ) -> tuple[set[str], set[str]]:
-        """Poll the open reads; one that finishes proves that its peer lives."""
-        if not transfers:
-            return set(), set()
-        # A request without handles only notified its peer: that proves nothing.
-        reading = [req_id for req_id, handles in transfers.items() if handles]
-        done, failed = super()._pop_done_transfers(transfers)
-        for req_id in reading:
-            if req_id not in done or req_id in failed or req_id in self._recv_failures:
-                continue
-            meta = self._recving_metadata.get(req_id)
-            if meta is not None and meta.remote is not None:
-                self._peers.heard(meta.remote.engine_id, time.perf_counter())
-                self._peers.recovered(meta.remote.engine_id)
-        return done, failed
-
-    def _get_new_notifs(self) -> set[str]:
-        """Handle new notifications, those that the monitor has kept first."""
-        try:
-            if self._kept_notifs:
-                return self._get_kept_and_new_notifs()
-            return NixlPullConnectorWorker._get_new_notifs(self)
-        except Exception as e:
-            self._tolerate_notif_error(e)
-            return set()
-
-    def _get_kept_and_new_notifs(self) -> set[str]:
-        try:
-            notifs = self.nixl_wrapper.get_new_notifs()
-        except Exception as e:
-            self._tolerate_notif_error(e)
-            notifs = {}
-        kept, self._kept_notifs = self._kept_notifs, {}
-        for agent_name, late in notifs.items():
-            kept.setdefault(agent_name, []).extend(late)
-        with self._agent_with(get_new_notifs=lambda: kept):
-            return super()._get_new_notifs()
-
-    def _tolerate_notif_error(self, error: Exception) -> None:
-        """Log a NIXL error once per kind: a peer's failure must not end a step."""
-        if not is_nixl_error(error):
-            raise error
-        if (kind := type(error).__name__) not in self._logged_notif_errors:
-            self._logged_notif_errors.add(kind)
-            logger.error("NIXL could not report notifications", exc_info=error)
-
-    def _read_blocks_for_req(self, req_id: str, meta: "ReqMeta") -> None:
-        """Post a request's reads, unless its peer is about to be released."""
-        assert meta.remote is not None
-        engine_id = meta.remote.engine_id
-        if self._is_registered_again(meta):
-            evidence = "it has registered its KV cache again"
-            self._lose(engine_id, Verdict.REPLACED, evidence, time.perf_counter())
-        if engine_id in self._peers.lost and _reads_blocks(meta):
-            # It would fail, or be stuck in a silent peer, and hold the release.
-            self._failed_recv_reqs.put(req_id)
-            return
-        super()._read_blocks_for_req(req_id, meta)
-
-    def _is_registered_again(self, meta: "ReqMeta") -> bool:
-        """Return whether stock would release the peer under an open read.
-
-        From 0.33 on a peer that wakes from sleep has a new registration, and the
-        next request for it makes vLLM drop the old one at once.
-        """
-        assert meta.remote is not None
-        generation = getattr(meta.remote, "registration_generation", 0)
-        if not generation:
-            return False
-        engine_id = meta.remote.engine_id
-        seen = getattr(self, "_remote_registration_generations", {})
-        return (
-            seen.get(engine_id, 0) < generation
-            and engine_id in self._engines_with_inflight_transfers()
-        )
-
-    # -- Coming and going ------------------------------------------------------
+    # -- Coming and going --------------------------------------------------------
 
     def _ensure_handshake(
         self, engine_id: str, host: str, port: int, *args: Any, **kwargs: Any
     ) -> Future[Any] | None:
-        """Start a handshake as stock does, unless the engine is quarantined.
+        """Start a handshake as stock does, unless the engine is not to be tried.
 
         Returns:
-            None if the engine is connected, the future of a pending handshake,
-            or a future that has failed with :class:`PeerQuarantinedError`.
+            None if the engine is connected, the future of a pending handshake, or a
+            future that has failed with :class:`PeerRefusedError`.
 
         """
-        with self._nixl_lock:
-            if engine_id in self._remote_agents or not self._peers.has_history(
-                engine_id
-            ):
-                return super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
-            refusal = self._peers.refuse_handshake(
-                engine_id, time.perf_counter(), engine_id in self._handshake_futures
-            )
+        peers = self._peers
+        if peers is None or engine_id in self._remote_agents:
+            return super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
+        with peers.lock:
+            running = engine_id in self._handshake_futures
+            refusal = peers.handshake_refusal(engine_id, (host, port), running=running)
             if refusal is not None:
                 refused: Future[Any] = Future()
                 refused.set_exception(
-                    PeerQuarantinedError(f"Remote engine {engine_id} is {refusal}")
+                    PeerRefusedError(f"Remote engine {engine_id} is {refusal}")
                 )
                 return refused
-            executor = self._handshake_initiation_executor
-            self._handshake_initiation_executor = self._retry_executor
-            try:
-                return super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
-            finally:
-                self._handshake_initiation_executor = executor
+            future = super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
+            if future is not None and not running:
+                # Runs after stock's callback, which lists the peer as connected.
+                future.add_done_callback(
+                    lambda done: self._handshake_done(engine_id, (host, port), done)
+                )
+            return future
+
+    def _handshake_done(
+        self, engine_id: str, address: tuple[str, int], done: Future[Any]
+    ) -> None:
+        if self._peers is None or done.cancelled() or done.exception() is not None:
+            return
+        with self._peers.lock:
+            agents, _clock_offset = done.result()
+            self._peers.connected(engine_id, agents.values(), address)
+            self._start_monitor()
 
     def _nixl_handshake(
         self,
@@ -650,368 +338,243 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Shake hands as stock does; runs in the handshake thread.
+        """Do the handshake as stock does; runs in a handshake thread.
 
-        A failed handshake leaves nothing loaded and quarantines the engine.
+        One that fails leaves nothing loaded and quarantines the engine at this address.
         """
-        self._handshake.loaded = []
-        try:
-            if self._peers.has_history(expected_engine_id):
-                _probe_listener(host, port)
-            result = super()._nixl_handshake(
-                host, port, remote_tp_size, expected_engine_id, *args, **kwargs
-            )
-        except Exception:
-            with self._nixl_lock:
-                now = time.perf_counter()
-                quarantine = self._peers.handshake_failed(expected_engine_id, now)
-                self._abandon_handshake(expected_engine_id)
-            logger.warning(
-                "NIXL peer quarantined: %s | Context: %s",
-                expected_engine_id,
-                {
-                    "engine_id": self.engine_id,
-                    "remote_engine_id": expected_engine_id,
-                    "remote_address": f"{host}:{port}",
-                    "refused_for_s": quarantine,
-                },
-            )
-            raise
-        with self._nixl_lock:
-            now = time.perf_counter()
-            agents = result[0]
-            self._peers.connect(
-                expected_engine_id, now, (host, port), next(iter(agents), (0, 0))
-            )
-            self._peer_events.set("connected_peers", len(self._peers))
-            if self._peers.was_released(expected_engine_id):
-                self._peer_events.count("peers_reconnected")
-                logger.info(
-                    "NIXL peer reconnected: %s | Context: %s",
-                    expected_engine_id,
-                    {
-                        "engine_id": self.engine_id,
-                        "remote_engine_id": expected_engine_id,
-                        "remote_address": f"{host}:{port}",
-                        "remote_agents": list(agents.values()),
-                    },
-                )
-            self._start_monitor()
-        return result
+        stock_handshake = super()._nixl_handshake
+        arguments = (host, port, remote_tp_size, expected_engine_id, *args)
+        peers = self._peers
+        if peers is None:
+            return stock_handshake(*arguments, **kwargs)
+        with self._agent.record_loads() as loaded:
+            try:
+                if peers.needs_check(expected_engine_id, (host, port)):
+                    check_listener(host, port)
+                return stock_handshake(*arguments, **kwargs)
+            except Exception as e:
+                self._unload(peers, expected_engine_id, loaded)
+                if not says_nothing_about_peer(e, host):
+                    peers.handshake_failed(expected_engine_id, (host, port))
+                raise
 
-    def add_remote_agent(self, *args: Any, **kwargs: Any) -> str:
-        """Load a peer's metadata, alone inside NIXL."""
-        return self._load_agent(super().add_remote_agent, *args, **kwargs)
+    def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
+        """Load a peer's metadata, one peer at a time."""
+        if self._peers is None:
+            return super().add_remote_agent(nixl_agent_meta, *args, **kwargs)
+        self._peers.handshake_answered(nixl_agent_meta.engine_id)
+        with self._loading:
+            return super().add_remote_agent(nixl_agent_meta, *args, **kwargs)
 
-    def _add_notif_only_remote_agent(self, *args: Any, **kwargs: Any) -> str:
-        return self._load_agent(super()._add_notif_only_remote_agent, *args, **kwargs)
-
-    def _load_agent(self, load: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-        with self._nixl_lock:
-            agent = self.nixl_wrapper
-
-            def add_remote_agent(*args: Any, **kwargs: Any) -> Any:
-                name = agent.add_remote_agent(*args, **kwargs)
-                self._handshake.loaded = [*self._agents_loaded_here(), name]
-                return name
-
-            with self._agent_with(add_remote_agent=add_remote_agent):
-                return load(*args, **kwargs)
-
-    def _agents_loaded_here(self) -> list[str]:
-        """Return the agents that this thread's handshake has loaded so far."""
-        return getattr(self._handshake, "loaded", [])
-
-    def _abandon_handshake(self, engine_id: str) -> None:
+    def _unload(self, peers: PeerManager, engine_id: str, loaded: list[str]) -> None:
         """Unload what a failed handshake has loaded.
 
-        A peer that dies between two of its ranks is connected to neither: no
-        heartbeat would ever reach it, and its rkeys would stay loaded for good.
+        A peer that dies between two of its ranks is connected to neither: no heartbeat
+        would ever reach it, and its rkeys would stay loaded for good.
         """
-        if engine_id not in self._remote_agents:
-            loaded = self._agents_loaded_here()
-            with self._handshake_lock:
-                # Under made-up ranks: the real ones are the stock handshake's.
-                self._remote_agents[engine_id] = {
-                    (0, i): name for i, name in enumerate(loaded)
-                }
+        with peers.lock:
+            if engine_id == self.engine_id or engine_id in self._remote_agents:
+                return
+            # Stock's clean-up takes the names from here, whatever the ranks; no step
+            # sees it, since it holds the lock.
+            self._remote_agents[engine_id] = {
+                (0, rank): agent for rank, agent in enumerate(loaded)
+            }
             self._cleanup_remote_engine(engine_id, log_eviction=False)
 
     def _cleanup_remote_engine(
         self, engine_id: str, *, log_eviction: bool = True
     ) -> None:
-        """Forget a peer: the one way out, for stock's reasons and for ours.
-
-        A NIXL call that raises does not keep the rest of the peer's state loaded.
-        """
-        with self._nixl_lock:
-            if engine_id not in self._remote_agents:
-                self._peers.forget(engine_id)
+        """Forget a peer: the one way out, for stock's reasons and for ours."""
+        if self._peers is None:
+            super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+            return
+        with self._peers.lock:
+            if engine_id == self.engine_id or engine_id not in self._remote_agents:
                 return
-            loss = self._peers.lost.get(engine_id)
-            context = self._peer_context(engine_id, loss) if loss else {}
-            agent = self.nixl_wrapper
-            left_behind: list[str] = []
-
-            def tolerant(name: str) -> Callable[[Any], None]:
-                def call(target: Any) -> None:
-                    try:
-                        getattr(agent, name)(target)
-                    except Exception as e:
-                        left_behind.append(f"{name}({target}): {e!r}")
-
-                return call
-
-            start = time.perf_counter()
             num_dlists = len(self.dst_xfer_side_handles.get(engine_id, ()))
-            with self._agent_with(
-                release_dlist_handle=tolerant("release_dlist_handle"),
-                remove_remote_agent=tolerant("remove_remote_agent"),
-            ):
+            with self._peers.releasing(engine_id, num_dlists):
                 super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
-            now = time.perf_counter()
-            self._peers.forget(engine_id)
-            self._peer_events.set("connected_peers", len(self._peers))
-            if left_behind:
-                logger.warning(
-                    "NIXL could not free all of peer %s: %s", engine_id, left_behind
-                )
-            if loss is None:
-                return
-            self._peers.released(engine_id, now)
-            self._peer_events.count("peers_released")
-            self._peer_events.observe("peer_release_seconds", now - loss.found_at)
-            held_since = loss.held_since
-            context |= {
-                "verdict": loss.verdict.value,
-                "released_dlists": num_dlists,
-                "release_ms": round((now - start) * 1e3, 3),
-                "found_to_released_s": round(now - loss.found_at, 3),
-                "held_by_reads_s": round(start - held_since, 3) if held_since else 0.0,
-            }
-            logger.info("NIXL peer released: %s | Context: %s", engine_id, context)
 
-    # -- By hand -----------------------------------------------------------------
+    # -- Off the main thread -------------------------------------------------------
 
-    def list_peers(self) -> list[dict[str, Any]]:
-        """Return what is known about each connected peer, as plain values.
+    def _start_monitor(self) -> None:
+        """Start the monitor, unless it runs; one that could not is tried again."""
+        assert self._peers is not None
+        if self._is_shut_down or (self._monitor and self._monitor.is_alive()):
+            return
+        # Idle work may start an interval after the last step and then has another one
+        # for the heartbeat: a few rounds each keep that promise.
+        monitor = PeerMonitor(self, period=min(self._peers.interval / 2, 1.0))
+        try:
+            monitor.start()
+        except RuntimeError:
+            # Out of threads: steps go on without it.
+            logger.exception("NIXL peer monitor could not be started")
+        else:
+            self._monitor = monitor
+
+    def _run_idle_round(self) -> bool:
+        """Run a round on the monitor's thread if no step has run for an interval."""
+        peers = self._peers
+        assert peers is not None
+        if peers.clock() - self._last_step < peers.interval:
+            return False
+        if not self._device_is_set:
+            # Unloading rkeys may unmap device memory; see stock's `_nixl_handshake`.
+            if not self.use_host_buffer:
+                current_platform.set_device(self.device_id)  # type: ignore[arg-type]
+            self._device_is_set = True
+        with peers.lock:
+            now = peers.clock()
+            if self._is_shut_down or now - self._last_step < peers.interval:
+                return False
+            for payload in self._agent.drain():
+                self._handle_heartbeat(payload)
+            return peers.has_work(now) and self._run_round(peers, now)
+
+    # -- For operators and metrics ---------------------------------------------------
+
+    def list_peers(self) -> dict[str, Any]:
+        """Return what is known about the peers, and what is still to be read from here.
 
         Returns:
-            One dict a peer: ``engine_id``, ``address`` ("host:port", None if its
-            handshake was not seen), ``agents``, ``state`` ("connected", or the
-            verdict on a peer that is to be released), ``since_proof_of_life_s``,
-            ``open_reads`` and ``last_error`` (None if there was none).
+            ``peers``, one dict per connected peer: ``engine_id``, ``address``
+            ("host:port"), ``agents``, ``state`` ("connected", "suspect",
+            "unreachable", "releasing"), ``since_proof_of_life_s``,
+            ``in_flight_reads`` and ``last_error`` (None if there was none).
+            ``unread_requests``, the requests whose blocks decoders are still to read
+            from this engine, and ``unread_lease_s``, after which the last of their
+            leases ends.
 
         """
-        with self._nixl_lock:
-            now = time.perf_counter()
-            self._sync_peers(now)
-            open_reads = self._open_reads()
-            return [
-                {
-                    "engine_id": peer.engine_id,
-                    "address": peer.address_text,
-                    "agents": [
-                        name.decode() if isinstance(name, bytes) else name
-                        for name in self._remote_agents.get(peer.engine_id, {}).values()
-                    ],
-                    "state": peer.loss.verdict.value if peer.loss else "connected",
-                    "since_proof_of_life_s": round(now - peer.last_heard, 3),
-                    "open_reads": open_reads[peer.engine_id],
-                    "last_error": peer.last_error,
-                }
-                for peer in self._peers.peers()
+        if self._peers is None:
+            return {"peers": [], "unread_requests": 0, "unread_lease_s": 0.0}
+        with self._peers.lock:
+            now = self._peers.clock()
+            # What has been read while no step ran is accounted for by the next one.
+            read = {
+                notif.decode("utf-8", "replace").rsplit(":", 1)[0]
+                for notif in self._agent.kept_notifs()
+            }
+            unread = [
+                lease_end - now
+                for req_id, lease_end in self._reqs_to_send.items()
+                if lease_end > now and req_id not in read
             ]
+            return {
+                "peers": self._peers.list_peers(),
+                "unread_requests": len(unread),
+                "unread_lease_s": round(max(unread, default=0.0), 3),
+            }
 
-    def retire_peers(
+    def release_peers(
         self, engine_id: str | None = None, address: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Release the peers that the operator names, as if they were dead.
+    ) -> dict[str, Any]:
+        """Release the peers that the operator names, as if they were unreachable.
 
-        A peer with open reads goes as soon as they end and takes no new ones until
-        then. The next request for a released engine shakes hands again.
+        The next request for a released engine connects again.
 
         Args:
             engine_id: Engine to release.
             address: Side channel of the engines to release, "host:port".
 
         Returns:
-            One dict a peer that was connected: ``engine_id``, ``result``
-            ("released" or "busy") and ``open_reads``.
+            ``result``: "released"; "busy" if reads in flight defer it (it goes when
+            they end, and takes no new ones until then) or a handshake is running; or
+            "unknown". ``engine_ids`` found, ``in_flight_reads`` from them, and with
+            "unknown" the ``known`` peers.
 
         """
-        with self._nixl_lock:
-            now = time.perf_counter()
-            self._sync_peers(now)
-            named = [
-                peer.engine_id
-                for peer in self._peers.peers()
-                if engine_id == peer.engine_id
-                or (address and address == peer.address_text)
-            ]
-            for name in named:
-                self._lose(name, Verdict.RETIRED, "released by the operator", now)
-            self._release_unreachable_remote_engines()
-            open_reads = self._open_reads()
-            return [
-                {
-                    "engine_id": name,
-                    "result": "busy" if name in self._peers else "released",
-                    "open_reads": open_reads[name],
-                }
-                for name in named
-            ]
+        if self._peers is None:
+            return {
+                "result": "unknown",
+                "engine_ids": [],
+                "in_flight_reads": 0,
+                "known": [],
+            }
+        with self._peers.lock:
+            named = self._peers.request_release(engine_id, address)
+            while self._release_unreachable_remote_engines():
+                pass
+            peers = self._peers.list_peers()
+            left = [peer for peer in peers if peer["engine_id"] in named]
+            connecting = engine_id not in named and (
+                engine_id in self._handshake_futures or engine_id in self._remote_agents
+            )
+            result: dict[str, Any] = {
+                "result": "released",
+                "engine_ids": named or ([engine_id] if connecting else []),
+                "in_flight_reads": sum(peer["in_flight_reads"] for peer in left),
+            }
+            if left or connecting:
+                result["result"] = "busy"
+            elif not named:
+                result["result"] = "unknown"
+                result["known"] = [
+                    {key: peer[key] for key in ("engine_id", "address")}
+                    for peer in peers
+                ]
+            return result
 
-    def _open_reads(self) -> collections.Counter[str]:
-        """Return the number of requests with an open read, by engine."""
-        return collections.Counter(
-            meta.remote.engine_id
-            for req_id in self._recving_transfers
-            if (meta := self._recving_metadata.get(req_id)) is not None
-            and meta.remote is not None
-        )
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        """Hand over the statistics since the last step that did."""
+        if self._peers is None:
+            return super().get_kv_connector_stats()
+        # The monitor counts as well.
+        with self._peers.lock:
+            if isinstance(self.xfer_stats, NixlPeerStats):
+                self.xfer_stats.set_gauges(self._peers.changed_gauges())
+            return super().get_kv_connector_stats()
 
-    # -- Off the main thread ---------------------------------------------------
-
-    def _start_monitor(self) -> None:
-        if self._monitor is not None or self._is_shut_down:
-            return
-        # Idle work may start an interval after the last step and then has
-        # another one for the heartbeat: a few ticks each keep that promise.
-        monitor = PeerMonitor(self, period=min(self._peers.interval / 2, 1.0))
-        try:
-            monitor.start()
-        except RuntimeError:
-            # Out of threads: steps go on without it, the next occasion tries again.
-            logger.exception("NIXL peer monitor could not be started")
-        else:
-            self._monitor = monitor
-
-    def _monitor_tick(
-        self, side_channel: SideChannel, stopping: threading.Event
-    ) -> None:
-        """While no step runs, do its peer work; then question quiet peers."""
-        if time.perf_counter() - self._last_step >= self._peers.interval:
-            self._do_idle_work(stopping)
-        self._question_quiet_peers(side_channel)
-
-    def _do_idle_work(self, stopping: threading.Event) -> None:
-        """Do a step's peer work on the monitor's thread.
-
-        Between two peers it gives the lock up, so that a step never waits for
-        more than one peer's work.
-        """
-        if not self._device_is_set:
-            # Unloading rkeys may unmap device memory; see `_nixl_handshake`.
-            if not self.use_host_buffer:
-                current_platform.set_device(self.device_id)  # type: ignore[arg-type]
-            self._device_is_set = True
-        drained = False
-        while not stopping.is_set() and not self._step_waits:
-            with self._nixl_lock:
-                if self._step_waits or stopping.is_set():
-                    return
-                if not drained:
-                    self._keep_notifs()
-                    self._sync_peers(time.perf_counter())
-                    drained = True
-                elif not self._do_idle_job():
-                    return
-
-    def _do_idle_job(self) -> bool:
-        """Do one peer's due work; return whether there was any."""
-        engine_id = self._peers.take_due(time.perf_counter(), self._engine_last_active)
-        if engine_id is not None:
-            self._send_heartbeat(engine_id)
-            return True
-        for engine_id in self._releasable_engines():
-            self._cleanup_remote_engine(engine_id, log_eviction=False)
-            return True
-        return False
-
-    def _keep_notifs(self) -> None:
-        """Drain NIXL's notifications; handle heartbeats, keep the rest."""
-        try:
-            fresh = self.nixl_wrapper.get_new_notifs()
-        except Exception as e:
-            self._tolerate_notif_error(e)
-            return
-        for agent_name, notifs in fresh.items():
-            for notif in notifs:
-                if notif.startswith(_HEARTBEAT):
-                    self._handle_heartbeat(
-                        notif[len(_HEARTBEAT) :].decode("utf-8", "replace")
-                    )
-                else:
-                    self._kept_notifs.setdefault(agent_name, []).append(notif)
-
-    def _question_quiet_peers(self, side_channel: SideChannel) -> None:
-        """Ask peers from which nothing was heard; judge those that say nothing.
-
-        Only the bookkeeping takes the lock. ZMQ does the waiting.
-        """
-        now = time.perf_counter()
-        for answer in side_channel.answers(now):
-            engine_id = answer.asked_engine_id
-            with self._nixl_lock:
-                peer = self._peers.get(engine_id)
-                if peer is None or answer.asked_at < peer.connected_at:
-                    continue  # about a connection that is gone
-                if answer.engine_id == engine_id:
-                    self._peers.heard(engine_id, now)
-                elif answer.engine_id is not None:
-                    evidence = f"engine {answer.engine_id} answers at its address"
-                    self._lose(engine_id, Verdict.REPLACED, evidence, now)
-                elif self._peers.unanswered(engine_id, answer.asked_at, now):
-                    evidence = "no answer on its side channel"
-                    self._lose(engine_id, Verdict.SILENT, evidence, now)
-        for peer in self._peers.take_quiet(now, self._engine_last_active):
-            assert peer.address is not None
-            if side_channel.ask(peer.engine_id, peer.address, peer.ask_rank, now):
-                with self._nixl_lock:
-                    self._peers.asked(peer.engine_id, now)
-
-    # -- Life cycle ------------------------------------------------------------
+    # -- Life cycle ------------------------------------------------------------------
 
     # Sleep mode: vLLM has and calls these two from 0.33 on.
 
     def unregister_kv_caches(self) -> None:
-        """Unregister the KV cache (sleep mode), alone inside NIXL.
+        """Unregister the KV cache (sleep mode).
 
         Raises:
-            RuntimeError: If a read is open: its peer's state must not go under it.
+            RuntimeError: If a read is in flight: its peer's state must not go under it.
 
         """
-        with self._nixl_lock:
-            if busy := self._engines_with_inflight_transfers():
-                raise RuntimeError(
-                    f"Reads from {sorted(busy)} are open: the KV cache cannot be "
-                    "unregistered before they have ended."
-                )
-            super().unregister_kv_caches()  # type: ignore[misc]
+        if self._peers is not None:
+            with self._peers.lock:
+                if busy := self._engines_with_inflight_transfers():
+                    raise RuntimeError(
+                        f"Reads from {sorted(busy)} are in flight: the KV cache cannot "
+                        "be unregistered before they have ended."
+                    )
+                super().unregister_kv_caches()  # type: ignore[misc]
+                return
+        super().unregister_kv_caches()  # type: ignore[misc]
 
     def restore_kv_caches(self) -> None:
-        """Register the KV cache again (sleep mode), alone inside NIXL."""
-        with self._nixl_lock:
+        """Register the KV cache again (sleep mode)."""
+        if self._peers is None:
+            super().restore_kv_caches()  # type: ignore[misc]
+            return
+        with self._peers.lock:
             super().restore_kv_caches()  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Stop the monitor, then shut down as stock does."""
+        if self._peers is None:
+            super().shutdown()
+            return
         # A handshake that is still running must not start another one.
         self._is_shut_down = True
-        if (executor := vars(self).get("_retry_executor")) is not None:
-            executor.shutdown(wait=False)
         if self._monitor is not None and not self._monitor.stop():
             logger.warning("NIXL peer monitor is still inside a NIXL call")
-        if not self._nixl_lock.acquire(timeout=_SHUTDOWN_LOCK_TIMEOUT_S):
-            # A second thread inside NIXL could crash the process; what this one
-            # holds goes with the process.
+        if not self._peers.lock.acquire(timeout=_SHUTDOWN_LOCK_TIMEOUT_S):
+            # A second thread inside NIXL could crash the process; what this one holds
+            # goes with the process.
             logger.error("NIXL is busy in another thread; not shut down")
             return
         try:
             super().shutdown()
         finally:
-            self._nixl_lock.release()
+            self._peers.lock.release()
 
     def __del__(self) -> None:
         # Stock's needs a module global, which is gone when the interpreter exits.
@@ -1019,6 +582,11 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             self.shutdown()
         except Exception:
             pass
+
+
+def _reads_blocks(meta: "ReqMeta") -> bool:
+    """Return whether a request reads blocks; one that does not notifies only."""
+    return any(len(group) > 0 for group in meta.local_block_ids)
 
 
 def heartbeat_interval(vllm_config: "VllmConfig") -> float:
@@ -1043,7 +611,7 @@ def heartbeat_interval(vllm_config: "VllmConfig") -> float:
 
 
 class NixlConnector(StockNixlPullConnector):
-    """vLLM's NIXL pull connector, with a worker that lets go of dead peers."""
+    """vLLM's NIXL pull connector, with a worker that releases unreachable peers."""
 
     def __init__(
         self,
@@ -1060,14 +628,11 @@ class NixlConnector(StockNixlPullConnector):
 
         Raises:
             ValueError: If ``peer_heartbeat_interval`` is not valid.
-            RuntimeError: If the installed vLLM cannot be extended.
 
         """
-        # Not the stock pull connector's constructor: it builds a worker of its
-        # own, and with ours there would be two NIXL agents.
+        # Not the stock pull connector's constructor: it builds a worker of its own,
+        # and with ours there would be two NIXL agents.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
-        if (reason := unfit_reason()) is not None:
-            raise RuntimeError(f"{__name__} does not fit this vLLM: {reason}")
         interval = heartbeat_interval(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = NixlPullConnectorScheduler(
@@ -1093,22 +658,3 @@ class NixlConnector(StockNixlPullConnector):
 
 
 NixlPullConnector = NixlConnector
-
-__all__ = [
-    "NixlAgentMetadata",
-    "NixlBaseConnector",
-    "NixlBaseConnectorScheduler",
-    "NixlBaseConnectorWorker",
-    "NixlConnector",
-    "NixlConnectorMetadata",
-    "NixlConnectorScheduler",
-    "NixlConnectorWorker",
-    "NixlHandshakePayload",
-    "NixlKVConnectorStats",
-    "NixlPullConnector",
-    "NixlPullConnectorScheduler",
-    "NixlPullConnectorWorker",
-    "NixlPushConnector",
-    "NixlPushConnectorScheduler",
-    "NixlPushConnectorWorker",
-]

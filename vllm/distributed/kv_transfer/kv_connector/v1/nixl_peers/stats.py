@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Counts of peer events, in vLLM's own statistics and Prometheus metrics.
+"""Peer events in vLLM's own connector statistics and Prometheus metrics.
 
-vLLM pools the observations of all ranks of an engine. So every counter counts
-what each rank saw for itself: with TP 8, one dead peer is found eight times.
+vLLM pools what the ranks of an engine report, so every counter counts what each rank
+saw for itself: with TP 8, one dead peer is found eight times. Gauges are the maximum
+over the ranks. Statistics leave a worker with a step only.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    PromMetric,
-    PromMetricT,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
-    NixlKVConnectorStats,
-    NixlPromMetrics,
-)
 from vllm.v1.metrics.utils import create_metric_per_engine
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
+        NixlKVConnectorStats as _Stats,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
+        NixlPromMetrics as _PromMetrics,
+    )
+else:
+    # Mixins: only the connector imports vLLM's NIXL package.
+    _Stats = _PromMetrics = object
 
 
 class _Counter(NamedTuple):
@@ -35,18 +39,18 @@ COUNTERS = {
         "Failed peer heartbeats",
     ),
     "peers_unreachable": _Counter(
-        "NIXL peers found unreachable: NIXL reported a disconnect. Counted by "
-        "each rank that found one.",
+        "NIXL peers found unreachable: NIXL reported a disconnect. Counted by each "
+        "rank.",
         "Peers unreachable",
     ),
-    "peers_silent": _Counter(
-        "NIXL peers found silent: several questions were left unanswered. "
-        "Counted by each rank that found one.",
-        "Peers silent",
+    "peers_suspected": _Counter(
+        "NIXL peers found suspect: a transfer was in flight for a minute and nothing "
+        "else from the peer finished. Counted by each rank.",
+        "Peers suspected",
     ),
     "peers_released": _Counter(
-        "NIXL peers whose loaded state was released because they were found "
-        "unreachable, silent, replaced or retired. Counted by each rank.",
+        "NIXL peers whose loaded state was released because they were unreachable or "
+        "replaced, or the operator asked for it. Counted by each rank.",
         "Peers released",
     ),
     "peers_reconnected": _Counter(
@@ -54,53 +58,48 @@ COUNTERS = {
         "Peers reconnected",
     ),
     "peer_requests_refused": _Counter(
-        "Requests that failed at once because their NIXL peer is in quarantine. "
-        "Counted by each rank.",
-        "Requests refused in quarantine",
+        "Requests that failed at once because their NIXL peer is quarantined, suspect "
+        "or about to be released. Counted by each rank.",
+        "Requests refused",
     ),
-    "peer_releases_held": _Counter(
-        "Releases of NIXL peers held back by an open read. Counted by each rank.",
-        "Peer releases held",
+    "peer_releases_deferred": _Counter(
+        "Releases of NIXL peers deferred by in-flight reads. Counted by each rank.",
+        "Peer releases deferred",
     ),
 }
+GAUGES = {
+    "connected_peers": "NIXL peers with loaded state.",
+    "suspect_peers": "NIXL peers of which a transfer is stuck.",
+    "deferred_peer_releases": "NIXL peers whose release waits for in-flight reads.",
+}
 RELEASE_SECONDS = "peer_release_seconds"
-CONNECTED = "connected_peers"
-_NAMES = (*COUNTERS, RELEASE_SECONDS, CONNECTED)
+_NAMES = (*COUNTERS, RELEASE_SECONDS, *GAUGES)
 _RELEASE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
 
-class PeerEvents(dict[str, list[float]]):
-    """Peer events since the last step that reported them, by metric name.
+class PeerStatsMixin(_Stats):
+    """Transfer statistics with the peer events of the same time.
 
     An engine may idle for days, so counters are summed up here.
     """
-
-    def count(self, name: str, n: int = 1) -> None:
-        """Add ``n`` to a counter."""
-        if n:
-            self.setdefault(name, [0])[0] += n
-
-    def observe(self, name: str, value: float) -> None:
-        """Add an observation to a histogram."""
-        self.setdefault(name, []).append(value)
-
-    def set(self, name: str, value: float) -> None:
-        """Set a gauge."""
-        self[name] = [value]
-
-
-class NixlPeerStats(NixlKVConnectorStats):
-    """Transfer statistics with the peer events of the same time."""
 
     def reset(self) -> None:
         """Clear all statistics."""
         super().reset()
         self.data |= {name: [] for name in _NAMES}
 
-    def record_peer_events(self, events: PeerEvents) -> None:
-        """Add peer events."""
-        for name, values in events.items():
-            self.data[name].extend(values)
+    def count(self, name: str, n: int = 1) -> None:
+        """Add ``n`` to a counter."""
+        if n:
+            self.data[name] = [sum(self.data[name]) + n]
+
+    def observe_release(self, seconds: float) -> None:
+        """Add the time from the first evidence to the release."""
+        self.data[RELEASE_SECONDS].append(seconds)
+
+    def set_gauges(self, values: Mapping[str, int]) -> None:
+        """Set gauges, as they are now."""
+        self.data |= {name: [value] for name, value in values.items()}
 
     def is_empty(self) -> bool:
         """Return whether nothing was recorded."""
@@ -115,58 +114,56 @@ class NixlPeerStats(NixlKVConnectorStats):
         return summary
 
 
-class NixlPeerPromMetrics(NixlPromMetrics):
+class PeerPromMetricsMixin(_PromMetrics):
     """The stock Prometheus metrics and those of peer events."""
 
     def __init__(
         self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        vllm_config: Any,
+        metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ):
-        """Register the metrics."""
+        """Register the metrics; the arguments are those of the stock metrics."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._peer_counters: dict[str, dict[int, Any]] = {
-            name: create_metric_per_engine(
-                self._counter_cls(
-                    name=f"vllm:nixl_{name}",
-                    documentation=counter.documentation,
-                    labelnames=labelnames,
-                ),
-                per_engine_labelvalues,
+
+        def register(metric_cls: Any, name: str, **kwargs: Any) -> dict[int, Any]:
+            metric = metric_cls(
+                name=f"vllm:nixl_{name}", labelnames=labelnames, **kwargs
             )
+            return create_metric_per_engine(metric, per_engine_labelvalues)
+
+        self._peer_counters = {
+            name: register(self._counter_cls, name, documentation=counter.documentation)
             for name, counter in COUNTERS.items()
         }
-        self._release_seconds: dict[int, Any] = create_metric_per_engine(
-            self._histogram_cls(
-                name=f"vllm:nixl_{RELEASE_SECONDS}",
-                documentation="Time from the first evidence that a NIXL peer is gone "
-                "to the release of its state.",
-                buckets=_RELEASE_BUCKETS,  # type: ignore[call-arg]
-                labelnames=labelnames,
-            ),
-            per_engine_labelvalues,
-        )
-        self._connected: dict[int, Any] = create_metric_per_engine(
-            self._gauge_cls(
-                name=f"vllm:nixl_{CONNECTED}",
-                documentation="NIXL peers with loaded state, on the rank that "
-                "reported last.",
-                labelnames=labelnames,
-                multiprocess_mode="mostrecent",  # type: ignore[call-arg]
-            ),
-            per_engine_labelvalues,
+        self._peer_gauges = {
+            name: register(
+                self._gauge_cls,
+                name,
+                documentation=f"{documentation} The maximum over the ranks, as of the "
+                "engine's last step.",
+                multiprocess_mode="mostrecent",
+            )
+            for name, documentation in GAUGES.items()
+        }
+        self._release_seconds = register(
+            self._histogram_cls,
+            RELEASE_SECONDS,
+            documentation="Time from the first evidence against a NIXL peer to the "
+            "release of its state.",
+            buckets=_RELEASE_BUCKETS,
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record the statistics of some steps of one engine."""
+        """Record the statistics of one step of one engine, pooled over its ranks."""
         super().observe(transfer_stats_data, engine_idx)
         # A stock worker (heartbeat off) reports none of these.
-        for name, metric in self._peer_counters.items():
+        for name, counter in self._peer_counters.items():
             if count := sum(transfer_stats_data.get(name, ())):
-                metric[engine_idx].inc(count)
+                counter[engine_idx].inc(count)
         for seconds in transfer_stats_data.get(RELEASE_SECONDS, ()):
             self._release_seconds[engine_idx].observe(seconds)
-        if connected := transfer_stats_data.get(CONNECTED):
-            self._connected[engine_idx].set(connected[-1])
+        for name, gauge in self._peer_gauges.items():
+            if values := transfer_stats_data.get(name):
+                gauge[engine_idx].set(max(values))

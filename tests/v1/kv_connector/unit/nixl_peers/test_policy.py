@@ -18,7 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import policy as nixl_peer_policy
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import (
+    policy as nixl_peer_policy,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
     PeerTable,
     Verdict,

@@ -3,7 +3,7 @@
 """The start-up check of UCX's settings."""
 
 import pytest
-from decoder import make_decoder
+from .decoder import make_decoder
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.ucx import (

@@ -184,5 +184,4 @@ def per_engine_state(worker: Any) -> tuple[Any, ...]:
         worker._engine_clock_offset,
         worker._engine_last_active,
         worker._peers,
-        worker._peers.lost,
     )

@@ -86,6 +86,7 @@ class FakeNixl:
         """Notifications that wait to be fetched, by sender."""
         self.raises: dict[str, list[Exception]] = {}
         """Errors that the next calls of a method raise, by method name."""
+        self.lost_metadata: set[str] = set()
         self.violations: list[str] = []
         self.xfers: dict[int, _Xfer] = {}
         self.dlists: dict[int, _Dlist] = {}
@@ -115,6 +116,15 @@ class FakeNixl:
         for xfer in self.xfers.values():
             if xfer.agent == agent:
                 xfer.done = True
+
+    def finish_one_read(self, agent: str, newest: bool = False) -> None:
+        """Complete one posted read from an agent, the oldest or the newest."""
+        pending = [x for x in self.xfers.values() if x.agent == agent and not x.done]
+        pending[-1 if newest else 0].done = True
+
+    def metadata_is_lost(self, agent: str) -> None:
+        """Let NIXL say that it has no metadata of an agent, and nothing else."""
+        self.lost_metadata.add(agent)
 
     @contextlib.contextmanager
     def _call(self, method: str, arg: Any = None) -> Iterator[None]:
@@ -158,7 +168,11 @@ class FakeNixl:
         """Return whether a peer's metadata is loaded; says nothing of its health."""
         with self._call("check_remote_metadata", agent):
             peer = self.peers.get(agent)
-            return peer is not None and peer.state is not PeerState.INVALIDATED
+            return (
+                peer is not None
+                and peer.state is not PeerState.INVALIDATED
+                and agent not in self.lost_metadata
+            )
 
     def send_notif(self, agent: str, notif_msg: bytes) -> None:
         """Send a notification; success does not prove that the peer lives."""

@@ -12,8 +12,8 @@ import threading
 from typing import Any
 
 import pytest
-from decoder import Decoder, make_decoder
-from fake_nixl import PeerState
+from .decoder import Decoder, make_decoder
+from .fake_nixl import PeerState
 from fake_side_channel import FakeSideChannel
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -5,10 +5,10 @@
 from typing import Any
 
 import pytest
-from decoder import Decoder
+from .decoder import Decoder
 from nixl._bindings import nixlBackendError, nixlRemoteDisconnectError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from worker_factory import make_vllm_config
+from .worker_factory import make_vllm_config
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import NixlConnector

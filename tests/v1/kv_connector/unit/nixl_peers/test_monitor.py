@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from decoder import Decoder
-from fake_nixl import FakeNixl, PeerState
+from .decoder import Decoder
+from .fake_nixl import FakeNixl, PeerState
 from fake_side_channel import FakeSideChannel
 from nixl._bindings import nixlBackendError, nixlRemoteDisconnectError
-from worker_factory import make_connector
+from .worker_factory import make_connector
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
