@@ -14,7 +14,7 @@ import contextlib
 import enum
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +86,8 @@ class FakeNixl:
         """Notifications that wait to be fetched, by sender."""
         self.raises: dict[str, list[Exception]] = {}
         """Errors that the next calls of a method raise, by method name."""
+        self.before: dict[str, Callable[..., None]] = {}
+        """What happens once, just before the next call of a method."""
         self.lost_metadata: set[str] = set()
         self.violations: list[str] = []
         self.xfers: dict[int, _Xfer] = {}
@@ -128,6 +130,8 @@ class FakeNixl:
 
     @contextlib.contextmanager
     def _call(self, method: str, arg: Any = None) -> Iterator[None]:
+        if (happens := self.before.pop(method, None)) is not None:
+            happens()
         me = threading.get_ident()
         if self._inside not in (None, me):
             self.violations.append(f"{method}: two threads inside NIXL")

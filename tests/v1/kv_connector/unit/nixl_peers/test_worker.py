@@ -599,7 +599,7 @@ def test_the_stock_pass_may_release_the_same_peer_first(decoder: Decoder):
 def test_neither_releases_a_locally_invalid_peer_under_a_read_of_the_other(
     decoder: Decoder,
 ):
-    """vLLM marks the peer invalid after the failed read, this connector too."""
+    """Both find the peer after the failed read."""
     decoder.connect("p")
     decoder.request("open", "p")
     decoder.step()

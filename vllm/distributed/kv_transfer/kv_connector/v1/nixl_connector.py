@@ -134,7 +134,8 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         with self._peers.lock:
             local_hits = self._take_local_hits()
             results = super().get_transfer_results()
-            results.finished_recving.update(local_hits)
+            if local_hits:
+                results.finished_recving.update(local_hits)
             self._last_step = now = self._peers.clock()
             if self._peers.has_work(now):
                 self._run_round(self._peers, now)
@@ -253,7 +254,8 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
         All that they would have read is local: they end well, as with a peer whose
         state is loaded.
         """
-        failed, local = [], []
+        failed: list[str] = []
+        local: list[str] = []
         while not self._failed_recv_reqs.empty():
             try:
                 req_id = self._failed_recv_reqs.get_nowait()
@@ -523,8 +525,10 @@ class NixlConnectorWorker(NixlPullConnectorWorker):
             return super().get_kv_connector_stats()
         # The monitor counts as well.
         with self._peers.lock:
-            if isinstance(self.xfer_stats, NixlPeerStats):
-                self.xfer_stats.set_gauges(self._peers.changed_gauges())
+            if self._peers.must_report_gauges and isinstance(
+                self.xfer_stats, NixlPeerStats
+            ):
+                self.xfer_stats.set_gauges(self._peers.report_gauges())
             return super().get_kv_connector_stats()
 
     # -- Life cycle ------------------------------------------------------------------

@@ -133,16 +133,22 @@ class NixlAgentProxy:
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call NIXL, alone inside it."""
-        alone = self._lock.acquire(timeout=0 if self._is_stuck else _PATIENCE_S)
-        if not alone and not self._is_stuck:
-            self._is_stuck = True
-            logger.error("A NIXL call has not returned for %s s", _PATIENCE_S)
+        alone = self._lock.acquire(blocking=False) or self._wait()
         try:
             return method(*args, **kwargs)
         finally:
             if alone:
                 self._is_stuck = False
                 self._lock.release()
+
+    def _wait(self) -> bool:
+        """Wait for another thread's call; return False if it has hung."""
+        if self._is_stuck:
+            return False
+        if not self._lock.acquire(timeout=_PATIENCE_S):
+            self._is_stuck = True
+            logger.error("A NIXL call has not returned for %s s", _PATIENCE_S)
+        return not self._is_stuck
 
     def _call_for(self, agent: str | None, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call NIXL for a peer, and have the error judged if it raises."""

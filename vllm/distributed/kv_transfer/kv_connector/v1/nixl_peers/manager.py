@@ -89,7 +89,8 @@ class PeerManager:
         self._transfers = transfers
         self._stats = stats
         self._next_scan = 0.0
-        self._gauges: dict[str, int] = {}
+        self.must_report_gauges = False
+        """Whether :meth:`report_gauges` has something new to say."""
 
     @property
     def interval(self) -> float:
@@ -138,6 +139,7 @@ class PeerManager:
         posted = self._transfers.posted_before(now - SUSPECT_AFTER_S)
         found, cleared = self._table.update_suspects(posted, now)
         for peer in found:
+            self.must_report_gauges = True
             self._stats.count("peers_suspected")
             logger.warning(
                 "NIXL peer suspect: %s | Context: %s",
@@ -171,6 +173,7 @@ class PeerManager:
             if peer.engine_id in busy or self._count(peer, in_flight):
                 if release.deferred_since is None:
                     release.deferred_since = self.clock()
+                    self.must_report_gauges = True
                     self._stats.count("peer_releases_deferred")
                     logger.warning(
                         "NIXL peer release deferred by in-flight reads: %s "
@@ -190,6 +193,7 @@ class PeerManager:
         """Record that a handshake has loaded a peer."""
         with self.lock:
             self._table.connect(engine_id, agents, address, self.clock())
+            self.must_report_gauges = True
             peer = self._table.get(engine_id)
             if peer is not None and self._quarantine.was_released(engine_id):
                 self._stats.count("peers_reconnected")
@@ -212,6 +216,7 @@ class PeerManager:
         finally:
             now = self.clock()
             peer = self._table.forget(engine_id)
+            self.must_report_gauges = True
         if peer is None or (release := peer.release) is None:
             return
         failed = release.verdict is not Verdict.REQUESTED
@@ -391,30 +396,23 @@ class PeerManager:
             for peer in self._table.peers()
         ]
 
-    def changed_gauges(self) -> dict[str, int]:
-        """Return the gauges that have changed, or must not be forgotten.
+    def report_gauges(self) -> dict[str, int]:
+        """Return the gauges.
 
-        Ranks are pooled by their maximum: a rank with a problem reports it in every
-        step, so that another one's zero does not hide it.
+        Ranks are pooled by their maximum: one with a suspect or a deferred release
+        reports it in every step, so that another one's zero does not hide it.
         """
         table = self._table
         deferred = sum(
-            p.release is not None and p.release.deferred_since is not None
-            for p in table.releases.values()
+            peer.release is not None and peer.release.deferred_since is not None
+            for peer in table.releases.values()
         )
-        gauges = {
+        self.must_report_gauges = bool(table.suspects or deferred)
+        return {
             "connected_peers": len(table),
             "suspect_peers": len(table.suspects),
             "deferred_peer_releases": deferred,
         }
-        changed = {
-            name: value
-            for name, value in gauges.items()
-            if value != self._gauges.get(name, 0)
-            or (value and name != "connected_peers")
-        }
-        self._gauges = gauges
-        return changed
 
     # -- Log lines -----------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class PeerStatsMixin(_Stats):
 
     def is_empty(self) -> bool:
         """Return whether nothing was recorded."""
-        return super().is_empty() and not any(self.data.get(name) for name in _NAMES)
+        return super().is_empty() and not any(map(self.data.get, _NAMES))
 
     def reduce(self) -> dict[str, int | float]:
         """Return the stock summary, and the peer events that happened."""
