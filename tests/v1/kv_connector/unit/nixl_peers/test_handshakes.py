@@ -15,7 +15,7 @@ from nixl._bindings import nixlRemoteDisconnectError
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import agent, handshake
 
 from .decoder import HOST, Decoder
-from .fake_nixl import FakeNixl, PeerState
+from .fake_nixl import PeerState
 
 Lines = Callable[[str], list[str]]
 
@@ -402,20 +402,24 @@ def test_it_still_notifies_a_peer_that_can_be_reached(decoder: Decoder):
 # -- Loading beside the step ---------------------------------------------------------
 
 
-class Gate:
-    """Stops a method of the fake agent until it may go on."""
+# Called while a peer is loaded, between NIXL calls.
+IN_PYTHON = "_validate_remote_agent_handshake"
 
-    def __init__(self, nixl: FakeNixl, method: str):
+
+class Gate:
+    """Stops a method of an object until it may go on."""
+
+    def __init__(self, target: Any, method: str):
         self.reached = threading.Event()
         self.go = threading.Event()
-        original = getattr(nixl, method)
+        original = getattr(target, method)
 
         def gated(*args: Any, **kwargs: Any) -> Any:
             self.reached.set()
             assert self.go.wait(LONG)
             return original(*args, **kwargs)
 
-        setattr(nixl, method, gated)
+        setattr(target, method, gated)
 
 
 def load_in_thread(decoder: Decoder, engine_id: str) -> threading.Thread:
@@ -429,7 +433,7 @@ def load_in_thread(decoder: Decoder, engine_id: str) -> threading.Thread:
 
 def test_a_step_does_not_wait_for_a_peer_to_be_loaded(decoder: Decoder):
     decoder.connect("p")
-    gate = Gate(decoder.nixl, "get_xfer_descs")
+    gate = Gate(decoder.worker, IN_PYTHON)
     loader = load_in_thread(decoder, "big")
     assert gate.reached.wait(LONG)
     decoder.read("r", "p")
@@ -456,7 +460,7 @@ def test_a_step_goes_on_beside_a_nixl_call_that_never_returns(
 
 def test_two_peers_are_loaded_one_after_the_other(decoder: Decoder):
     """Stock's loading code is written for one handshake thread."""
-    gate = Gate(decoder.nixl, "get_xfer_descs")
+    gate = Gate(decoder.worker, IN_PYTHON)
     first = load_in_thread(decoder, "first")
     assert gate.reached.wait(LONG)
     second = load_in_thread(decoder, "second")
