@@ -263,11 +263,11 @@ def make_decoder(
         **arguments: Passed on to ``make_connector``.
 
     """
-    from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
         base_worker,
         pull_worker,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import worker
 
     clock = Clock()
     agents: list[FakeNixl] = []
@@ -278,22 +278,20 @@ def make_decoder(
 
     monkeypatch.setattr(base_worker, "NixlWrapper", make_agent)
     monkeypatch.setattr(base_worker, "nixl_agent_config", None)
-    for module in (base_worker, pull_worker, nixl_connector):
+    for module in (base_worker, pull_worker, worker):
         monkeypatch.setattr(module, "time", clock)
     connector = make_connector(engine_id, **arguments)
     decoder = Decoder(connector, agents[-1], clock)
 
     def nixl_handshake(
-        worker: Any, host: str, port: int, tp_size: int, engine_id: str, *_: Any
+        self: Any, host: str, port: int, tp_size: int, engine_id: str, *_: Any
     ) -> Any:
-        return decoder.serve_handshake(worker, host, port, tp_size, engine_id)
+        return decoder.serve_handshake(self, host, port, tp_size, engine_id)
 
     monkeypatch.setattr(
         base_worker.NixlBaseConnectorWorker, "_nixl_handshake", nixl_handshake
     )
     # A peer that was released lately is checked first; there is no listener here.
-    monkeypatch.setattr(nixl_connector, "check_listener", lambda host, port: None)
-    monkeypatch.setattr(
-        nixl_connector.NixlConnectorWorker, "_start_monitor", lambda worker: None
-    )
+    monkeypatch.setattr(worker, "check_listener", lambda host, port: None)
+    monkeypatch.setattr(worker.PeerWorkerMixin, "_start_monitor", lambda worker: None)
     return decoder

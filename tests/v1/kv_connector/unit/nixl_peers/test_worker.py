@@ -464,7 +464,7 @@ def test_the_kv_cache_is_not_unregistered_under_a_read(decoder: Decoder):
     decoder.connect("p")
     decoder.request("r", "p")
     decoder.step()
-    with pytest.raises(RuntimeError, match=r"Reads from \['p'\] are in flight"):
+    with pytest.raises(RuntimeError, match=r"Transfers with \['p'\] are in flight"):
         decoder.worker.unregister_kv_caches()
     decoder.nixl.finish_reads("p-agent")
     decoder.step()
@@ -660,7 +660,7 @@ def test_a_worker_built_without_its_constructor_is_the_stock_worker(decoder: Dec
     """Tests of forks set the stock attributes only, on object.__new__."""
     bare = object.__new__(NixlConnectorWorker)
     for name, value in vars(decoder.worker).items():
-        if name not in ("_peers", "_agent", "_monitor", "_loading", "_last_step"):
+        if name not in ("_peers", "_step_lock", "_agent", "_monitor", "_loading"):
             setattr(bare, name, value)
     bare.nixl_wrapper = decoder.nixl
     bare.xfer_stats = NixlKVConnectorStats()

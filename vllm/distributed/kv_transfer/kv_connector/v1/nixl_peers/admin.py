@@ -7,7 +7,98 @@ Off unless vLLM is started with ``--worker-extension-cls`` naming
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .worker import PeerWorkerMixin as _PeerWorker
+else:
+    _PeerWorker = object
+
+
+class PeerAdminMixin(_PeerWorker):
+    """Lists and releases the peers of one worker."""
+
+    def list_peers(self) -> dict[str, Any]:
+        """Return what is known about the peers, and what is still to be read from here.
+
+        Returns:
+            ``peers``, one dict per connected peer: ``engine_id``, ``address``
+            ("host:port"), ``agents``, ``state`` ("connected", "suspect",
+            "unreachable", "releasing"), ``since_proof_of_life_s``,
+            ``in_flight_reads`` and ``last_error`` (None if there was none).
+            ``unread_requests``, the requests whose blocks decoders are still to read
+            from this engine, and ``unread_lease_s``, after which the last of their
+            leases ends.
+
+        """
+        if self._peers is None:
+            return {"peers": [], "unread_requests": 0, "unread_lease_s": 0.0}
+        with self._peers.lock:
+            now = self._peers.clock()
+            # What has been read while no step ran is accounted for by the next one.
+            read = {
+                notif.decode("utf-8", "replace").rsplit(":", 1)[0]
+                for notif in self._agent.kept_notifs()
+            }
+            unread = [
+                lease_end - now
+                for req_id, lease_end in self._reqs_to_send.items()
+                if lease_end > now and req_id not in read
+            ]
+            return {
+                "peers": self._peers.list_peers(),
+                "unread_requests": len(unread),
+                "unread_lease_s": round(max(unread, default=0.0), 3),
+            }
+
+    def release_peers(
+        self, engine_id: str | None = None, address: str | None = None
+    ) -> dict[str, Any]:
+        """Release the peers that the operator names, as if they were unreachable.
+
+        The next request for a released engine connects again.
+
+        Args:
+            engine_id: Engine to release.
+            address: Side channel of the engines to release, "host:port".
+
+        Returns:
+            ``result``: "released"; "busy" if reads in flight defer it (it goes when
+            they end, and takes no new ones until then) or a handshake is running; or
+            "unknown". ``engine_ids`` found, ``in_flight_reads`` from them, and with
+            "unknown" the ``known`` peers.
+
+        """
+        if self._peers is None:
+            return {
+                "result": "unknown",
+                "engine_ids": [],
+                "in_flight_reads": 0,
+                "known": [],
+            }
+        with self._peers.lock:
+            named = self._peers.request_release(engine_id, address)
+            while self._release_unreachable_remote_engines():
+                pass
+            peers = self._peers.list_peers()
+            left = [peer for peer in peers if peer["engine_id"] in named]
+            connecting = engine_id not in named and (
+                engine_id in self._handshake_futures or engine_id in self._remote_agents
+            )
+            result: dict[str, Any] = {
+                "result": "released",
+                "engine_ids": named or ([engine_id] if connecting else []),
+                "in_flight_reads": sum(peer["in_flight_reads"] for peer in left),
+            }
+            if left or connecting:
+                result["result"] = "busy"
+            elif not named:
+                result["result"] = "unknown"
+                result["known"] = [
+                    {key: peer[key] for key in ("engine_id", "address")}
+                    for peer in peers
+                ]
+            return result
 
 
 class NixlPeerWorkerExtension:

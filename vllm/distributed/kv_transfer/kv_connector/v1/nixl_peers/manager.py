@@ -9,7 +9,7 @@ is logged and counted. Knows nothing of vLLM's worker.
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from vllm.logger import init_logger
@@ -54,6 +54,9 @@ class PeerStats(Protocol):
 
     def observe_release(self, seconds: float) -> None:
         """Add to the histogram of release times."""
+
+    def set_gauges(self, values: Mapping[str, int]) -> None:
+        """Set gauges."""
 
 
 class PeerManager:
@@ -237,6 +240,11 @@ class PeerManager:
             },
         )
 
+    def is_in_flight(self, engine_id: str) -> bool:
+        """Return whether a transfer handle to a peer is open."""
+        peer = self._table.get(engine_id)
+        return peer is not None and self._count(peer, self._transfers.count()) > 0
+
     # -- Handshakes --------------------------------------------------------------
 
     def handshake_refusal(
@@ -282,14 +290,14 @@ class PeerManager:
             },
         )
 
-    def read_refusal(self, engine_id: str) -> str | None:
-        """Return why nothing new may be read from a connected peer, or None."""
+    def transfer_refusal(self, engine_id: str) -> str | None:
+        """Return why no new transfer with a connected peer may start, or None."""
         peer = self._table.get(engine_id)
         if peer is None or peer.state == "connected":
             return None
         return peer.state
 
-    def request_refused(self) -> None:
+    def count_refused(self) -> None:
         """Count a request that failed at once."""
         self._stats.count("peer_requests_refused")
 
@@ -396,8 +404,8 @@ class PeerManager:
             for peer in self._table.peers()
         ]
 
-    def report_gauges(self) -> dict[str, int]:
-        """Return the gauges.
+    def report_gauges(self) -> None:
+        """Set the gauges to what is now.
 
         Ranks are pooled by their maximum: one with a suspect or a deferred release
         reports it in every step, so that another one's zero does not hide it.
@@ -408,11 +416,13 @@ class PeerManager:
             for peer in table.releases.values()
         )
         self.must_report_gauges = bool(table.suspects or deferred)
-        return {
-            "connected_peers": len(table),
-            "suspect_peers": len(table.suspects),
-            "deferred_peer_releases": deferred,
-        }
+        self._stats.set_gauges(
+            {
+                "connected_peers": len(table),
+                "suspect_peers": len(table.suspects),
+                "deferred_peer_releases": deferred,
+            }
+        )
 
     # -- Log lines -----------------------------------------------------------------
 
