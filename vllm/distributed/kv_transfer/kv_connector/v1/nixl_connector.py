@@ -97,10 +97,11 @@ class NixlPeerStepMixin(PeerAdminMixin, PeerWorkerMixin):
         with self._step_lock:
             if self._peers is None:
                 return super().get_transfer_results()
-            local_hits = self._take_local_hits()
+            local_hits: list[str] = []
+            if not self._failed_recv_reqs.empty():
+                local_hits = self._take_local_hits()
             results = super().get_transfer_results()
-            if local_hits:
-                results.finished_recving.update(local_hits)
+            results.finished_recving.update(local_hits)
             self._last_step = now = self._peers.clock()
             if self._peers.has_work(now):
                 self._run_round(now)

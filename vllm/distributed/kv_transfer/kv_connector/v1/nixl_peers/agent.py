@@ -252,10 +252,10 @@ class NixlAgentProxy:
         """Send a heartbeat, which does not count as traffic."""
         self._call_for(agent, "send_notif", agent, notif_msg=HEARTBEAT)
 
-    def get_new_notifs(self, *args: Any, **kwargs: Any) -> dict[str, list[bytes]]:
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
         """Return the notifications kept by :meth:`drain`, then those that are new."""
         try:
-            fresh = self._call(self._agent.get_new_notifs, *args, **kwargs)
+            fresh = self._call(self._agent.get_new_notifs)
         except Exception as e:
             # A failure of one peer must not end the step, and with it the engine.
             if not is_nixl_error(e):
