@@ -18,6 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def should_do_global_cleanup_after_test() -> bool:
+    """Keep the world of one: vLLM's clean-up after each test takes a second."""
+    return False
+
+
+@pytest.fixture
 def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
     """A decoder with the default interval of 2 s, connected to nobody."""
     decoder = make_decoder(monkeypatch)
