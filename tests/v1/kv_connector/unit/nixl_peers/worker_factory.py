@@ -44,12 +44,18 @@ def _model_dir() -> str:
 _MODEL_DIR: str | None = None
 
 
-def make_vllm_config(engine_id: str, role: str = "kv_consumer", **extra: Any) -> Any:
-    """Return a vLLM configuration with the NIXL connector.
+def make_vllm_config(
+    engine_id: str,
+    role: str = "kv_consumer",
+    kv_connector: str = "NixlConnector",
+    **extra: Any,
+) -> Any:
+    """Return a vLLM configuration with a NIXL connector.
 
     Args:
         engine_id: Id of the engine.
         role: ``kv_role`` of the engine.
+        kv_connector: Name of the connector.
         **extra: Keys of ``kv_connector_extra_config``.
 
     """
@@ -66,7 +72,7 @@ def make_vllm_config(engine_id: str, role: str = "kv_consumer", **extra: Any) ->
         block_size=BLOCK_SIZE,
         max_model_len=1024,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="NixlConnector",
+            kv_connector=kv_connector,
             kv_role=role,
             engine_id=engine_id,
             kv_buffer_device=DEVICE,
