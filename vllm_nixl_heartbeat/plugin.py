@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Entry point that puts our NIXL connector in the place of vLLM's.
+"""Entry point that puts our NIXL connectors in the place of vLLM's.
 
-Every vLLM process of every user runs :func:`register`, so it imports nothing of
-vLLM, not even the connector factory, which brings FastAPI and a second of imports
-along. Our module is imported when a connector is asked for; where it does not
-fit, the stock connector is returned instead.
+Every vLLM process of every user runs :func:`register`, so it imports nothing of vLLM,
+not even the connector factory: where only arguments are parsed, that would cost a
+second of imports. Our modules are imported when a connector is asked for; where they do
+not fit, the stock connector is returned instead.
 """
 
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
@@ -20,41 +21,21 @@ from typing import Any
 logger = logging.getLogger("vllm.plugins.nixl_heartbeat")
 
 _FACTORY_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
-_CONNECTOR_MODULE = "vllm_nixl_heartbeat.nixl_connector"
-_CONNECTOR_NAMES = ("NixlConnector", "NixlPullConnector")
+_STOCK_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+_CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 
-class _ConnectorLoader:
-    """Loads our connector class, or the stock one where ours does not fit."""
-
-    def __init__(self, stock_loader: Any):
-        self._stock_loader = stock_loader
-        self._connector_cls: Any = None
-
-    def __call__(self) -> Any:
-        if self._connector_cls is None:
-            self._connector_cls = self._load() or self._stock_loader()
-        return self._connector_cls
-
-    def _load(self) -> Any:
-        try:
-            module = importlib.import_module(_CONNECTOR_MODULE)
-            reason = module.unfit_reason()
-        except Exception as e:
-            reason = f"{type(e).__name__}: {e}"
-        if reason is not None:
-            _stand_down(reason)
-            return None
-        if not module.is_tested_vllm():
-            logger.warning(
-                "NIXL peer heartbeat is not tested with this vLLM, only with %s",
-                ", ".join(module.TESTED_VLLM),
-            )
-        return module.NixlConnector
+def register() -> None:
+    """Register our connectors under the names of vLLM's. Never raises."""
+    factory_module = sys.modules.get(_FACTORY_MODULE)
+    if factory_module is not None:
+        _take_over(factory_module)
+    elif not any(isinstance(finder, _FactoryFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _FactoryFinder())
 
 
 class _FactoryFinder(importlib.abc.MetaPathFinder):
-    """Takes the stock connector's place as soon as the factory is imported."""
+    """Registers our connectors as soon as the factory is imported."""
 
     def find_spec(
         self,
@@ -66,7 +47,7 @@ class _FactoryFinder(importlib.abc.MetaPathFinder):
         if fullname != _FACTORY_MODULE:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return None
         exec_module = spec.loader.exec_module
@@ -79,29 +60,76 @@ class _FactoryFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _stand_down(reason: str) -> None:
-    logger.warning("NIXL peer heartbeat stands down: %s", reason)
-
-
 def _take_over(factory_module: ModuleType) -> None:
     try:
-        # The factory refuses to register a name twice, and has no way to take
-        # one out, so its table is edited.
+        # The factory refuses to register a name twice, and has no way to take one
+        # out, so its table is edited.
         registry = factory_module.KVConnectorFactory._registry
-        for name in _CONNECTOR_NAMES:
-            stock_loader = registry.get(name)
-            if stock_loader is not None and not isinstance(
-                stock_loader, _ConnectorLoader
-            ):
-                registry[name] = _ConnectorLoader(stock_loader)
+        for name in _CONNECTORS:
+            loader = registry.get(name)
+            if loader is not None and not isinstance(loader, _ConnectorLoader):
+                registry[name] = _ConnectorLoader(name, loader)
     except Exception as e:
-        _stand_down(f"{type(e).__name__}: {e}")
+        _disabled(f"{type(e).__name__}: {e}")
 
 
-def register() -> None:
-    """Register our connector under the names of vLLM's. Never raises."""
-    factory_module = sys.modules.get(_FACTORY_MODULE)
-    if factory_module is not None:
-        _take_over(factory_module)
-    elif not any(isinstance(finder, _FactoryFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _FactoryFinder())
+class _ConnectorLoader:
+    """Loads our connector class, or what was registered where ours does not fit."""
+
+    def __init__(self, name: str, registered_loader: Any):
+        self._name = name
+        self._registered_loader = registered_loader
+        self._connector_cls: Any = None
+
+    def __call__(self) -> Any:
+        if self._connector_cls is None:
+            registered = self._registered_loader()
+            self._connector_cls = self._load(registered) or registered
+        return self._connector_cls
+
+    def _load(self, registered: Any) -> Any:
+        try:
+            reason = self._reason_against(registered)
+            if reason is None:
+                module = importlib.import_module(f"{__package__}.nixl_connector")
+                return getattr(module, self._name)
+        except Exception as e:
+            reason = f"{type(e).__name__}: {e}"
+        _disabled(reason, self._name)
+        return None
+
+    def _reason_against(self, registered: Any) -> str | None:
+        """Return why our class must not stand in for a registered one, or None."""
+        import vllm
+
+        from . import compatibility
+
+        reason = compatibility.unfit_version(
+            vllm.__version__, compatibility.installed_nixl()
+        )
+        if reason is not None:
+            return f"{reason}, it fits {compatibility.fitting_vllm()}"
+        if not registered.__module__.startswith(f"{_STOCK_PACKAGE}."):
+            return (
+                f"another plugin has registered {registered.__module__}."
+                f"{registered.__qualname__} under this name"
+            )
+        ours: Any = importlib.import_module(f"{__package__}.nixl_connector")
+        stock: Any = importlib.import_module(_STOCK_PACKAGE)
+        if self._name == "NixlPushConnector":
+            return compatibility.unfit_structure(
+                stock.NixlPushConnectorWorker,
+                ours.STOCK_PUSH_WORKER_METHODS,
+                ours.STOCK_PUSH_WORKER_ATTRIBUTES,
+            )
+        return compatibility.unfit_structure(
+            stock.NixlPullConnectorWorker,
+            ours.STOCK_PULL_WORKER_METHODS,
+            ours.STOCK_WORKER_ATTRIBUTES,
+        )
+
+
+def _disabled(reason: str, name: str = "all connectors") -> None:
+    logger.warning(
+        "NIXL peer release disabled for %s, using the stock connector: %s", name, reason
+    )

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which vLLM and NIXL the connectors fit; every difference is known here only."""
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+
+from packaging.version import InvalidVersion, Version
+
+TESTED_VLLM = ("0.31.0", "0.32.0", "0.33.0")
+"""Releases that the tests run against: the one list of them in the repository."""
+TESTED_NIXL = ("1.5.0", "1.5.1")
+
+_OLDEST_VLLM, _NEWEST_VLLM = (Version(v).release[:2] for v in TESTED_VLLM[::2])
+_OLDEST_NIXL = Version(TESTED_NIXL[0])
+# The builds of NIXL, and the package that picks one of them.
+_NIXL_DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13", "nixl-rocm", "nixl")
+
+
+def fitting_vllm() -> str:
+    """Return the releases that fit, for people."""
+    oldest, newest = (".".join(map(str, v)) for v in (_OLDEST_VLLM, _NEWEST_VLLM))
+    return f"vLLM {oldest} to {newest} with NIXL {_OLDEST_NIXL} or newer"
+
+
+def installed_nixl() -> dict[str, str]:
+    """Return the versions of the installed NIXL distributions, by name."""
+    found = {}
+    for name in _NIXL_DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def unfit_version(vllm_version: str, nixl: Mapping[str, str]) -> str | None:
+    """Return why the connectors cannot be used with these versions, or None.
+
+    Args:
+        vllm_version: vLLM's ``__version__``; a development version counts as the
+            release that it leads to.
+        nixl: Versions of the installed NIXL distributions, by name.
+
+    """
+    try:
+        found = Version(vllm_version).release[:2]
+        if not _OLDEST_VLLM <= found <= _NEWEST_VLLM:
+            return f"this is vLLM {vllm_version}"
+        if not nixl:
+            return "NIXL is not installed"
+        for name, version in nixl.items():
+            # In NIXL 1.4 a send to a dead peer can end the process.
+            if Version(version) < _OLDEST_NIXL:
+                return f"this is {name} {version}"
+    except InvalidVersion as e:
+        return str(e)
+    return None
+
+
+def unfit_structure(
+    worker_cls: type, methods: Iterable[str], attributes: Iterable[str]
+) -> str | None:
+    """Return why the connectors cannot extend a stock worker, or None.
+
+    Args:
+        worker_cls: The stock worker.
+        methods: Names of the methods that it must have.
+        attributes: Names of the attributes that its methods must set.
+
+    """
+    if hasattr(worker_cls, "_release_unreachable_remote_engines"):
+        return "this vLLM releases unreachable peers itself"
+    missing = [name for name in methods if not hasattr(worker_cls, name)]
+    stored = set(_stored_attributes(worker_cls))
+    missing += [name for name in attributes if name not in stored]
+    if missing:
+        return f"its {worker_cls.__name__} lacks {', '.join(missing)}"
+    return None
+
+
+def _stored_attributes(cls: type) -> Iterator[str]:
+    """Yield the attributes that a class and its bases assign on ``self``."""
+    for base in cls.__mro__[:-1]:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+            ):
+                yield node.attr
