@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
-OURS = f"{V1}.nixl_connector"
+OURS = "vllm_nixl_heartbeat.nixl_connector"
 
 LOAD = """
-import json, sys, time
+import json, sys
 import vllm.engine.arg_utils
-before, start = set(sys.modules), time.thread_time()
+before = set(sys.modules)
 from vllm_nixl_heartbeat.plugin import register
 register()
-spent, imported = time.thread_time() - start, sorted(set(sys.modules) - before)
+imported = sorted(set(sys.modules) - before)
 # vLLM's own way of loading it must do without the call above.
 sys.meta_path = [f for f in sys.meta_path if "nixl" not in type(f).__module__]
 from vllm.plugins import load_general_plugins
@@ -34,7 +34,6 @@ def module_of(name, path=None):
     return KVConnectorFactory.get_connector_class(config).__module__
 
 print(json.dumps({
-    "spent": spent,
     "imported": imported,
     "pull": [module_of("NixlConnector"), module_of("NixlPullConnector")],
     "push": module_of("NixlPushConnector"),
@@ -60,17 +59,14 @@ def loaded() -> dict[str, Any]:
     return load_plugins()
 
 
-def test_installing_the_package_swaps_the_pull_connector(loaded: dict[str, Any]):
+def test_installing_the_package_swaps_the_connectors(loaded: dict[str, Any]):
     assert loaded["pull"] == [OURS, OURS]
-    assert loaded["push"] == f"{V1}.nixl.connector"
+    assert loaded["push"] == OURS
 
 
-def test_loading_it_is_cheap_and_imports_no_connector(loaded: dict[str, Any]):
-    assert [
-        m for m in loaded["imported"] if m.startswith(("vllm", "torch", "nixl"))
-    ] == ["vllm_nixl_heartbeat.plugin"]
-    # About a millisecond of CPU time; the margin is for slow machines.
-    assert loaded["spent"] < 0.02
+def test_loading_it_imports_nothing_of_vllm(loaded: dict[str, Any]):
+    """The factory, for one, costs a process that parses arguments a second."""
+    assert loaded["imported"] == ["vllm_nixl_heartbeat", "vllm_nixl_heartbeat.plugin"]
 
 
 def test_vllm_plugins_leaves_it_out_and_a_module_path_picks_it_by_hand():
