@@ -278,7 +278,6 @@ def test_it_works_where_another_finder_finds_vllm(
     no_factory: None, monkeypatch: pytest.MonkeyPatch
 ):
     """An editable vLLM is found by a finder of its own."""
-
     find_spec = importlib.machinery.PathFinder.find_spec
 
     class Editable:
