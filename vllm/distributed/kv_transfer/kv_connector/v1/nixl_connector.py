@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_WRITER_JOIN_TIMEOUT_S = 2.0
+_PUSH_WRITER_JOIN_TIMEOUT_S = 2.0
 
 
 class NixlPeerStepMixin(PeerAdminMixin, PeerWorkerMixin):
@@ -213,7 +213,7 @@ class NixlPushConnectorWorker(NixlPeerStepMixin, StockNixlPushConnectorWorker):
         if self._peers is not None and self._push_writer_thread is not None:
             self._push_writer_stop.set()
             self._push_writer_wake.set()
-            self._push_writer_thread.join(_WRITER_JOIN_TIMEOUT_S)
+            self._push_writer_thread.join(_PUSH_WRITER_JOIN_TIMEOUT_S)
         super().shutdown()
 
 
