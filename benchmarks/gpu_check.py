@@ -255,7 +255,7 @@ def _prepare(log: str, device: str, env: dict[str, str], model: str) -> None:
     os.dup2(fd, 2)
     os.environ.update(env)
     use_checkout()
-    import worker_factory
+    from tests.v1.kv_connector import worker_factory
 
     worker_factory.DEVICE = device
     with contextlib.suppress(FileExistsError):
@@ -272,8 +272,8 @@ def _run_prefill(
     num_blocks: int,
 ) -> None:
     _prepare(log, device, env, model)
-    from peers import free_port
-    from prefill_process import PrefillProcess, serve
+    from tests.support.ports import free_port
+    from tests.support.prefill_process import PrefillProcess, serve
 
     port = free_port()
     process = PrefillProcess("prefill", _HOST, port, num_blocks, True, {})
@@ -291,8 +291,8 @@ def _run_decoder(
     stock: bool,
 ) -> None:
     _prepare(log, device, env, model)
-    from peers import Decoder, RemotePrefill
-    from prefill_process import serve
+    from tests.support.peers import Decoder, RemotePrefill
+    from tests.support.prefill_process import serve
 
     class Process:
         stepping = True

@@ -8,10 +8,9 @@ import statistics
 import time
 from typing import Any
 
-from peers import Decoder
-
 from benchmarks.common import Limit, summary
 from benchmarks.peers_pool import connect, running_nursery, start_crowd
+from tests.support.peers import Decoder
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import (
     _MAX_SENDS_PER_STEP,
 )

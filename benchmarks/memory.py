@@ -9,11 +9,11 @@ import time
 import tracemalloc
 from typing import Any
 
-from peers import Decoder, Nursery
-from prefill_process import rss_bytes
-
 from benchmarks.common import Limit
 from benchmarks.peers_pool import connect, running_nursery, start_crowd
+from tests.support.nursery import Nursery
+from tests.support.peers import Decoder
+from tests.support.prefill_process import rss_bytes
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     PeerTable,

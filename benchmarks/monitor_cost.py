@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from peers import Decoder
-
 from benchmarks.common import Limit
 from benchmarks.peers_pool import Crowd, connect, running_nursery, start_crowd
+from tests.support.peers import Decoder
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.monitor import SideChannel
 

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from peers import Decoder, Nursery, Prefill, RemotePrefill, free_port, wait_until
+
+from tests.support.nursery import Nursery
+from tests.support.peers import Decoder, Prefill, RemotePrefill
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 _CONNECT_TIMEOUT_S = 120.0
 
@@ -65,7 +69,9 @@ def start_crowd(
         "payload": payload,
         "ports": ports,
     }
-    child = nursery.spawn(name, "agent_process:PrefillCrowdProcess", arguments, {})
+    child = nursery.spawn(
+        name, "tests.support.agent_process:PrefillCrowdProcess", arguments, {}
+    )
     return Crowd(child, prefills)
 
 

@@ -12,10 +12,10 @@ import random
 import time
 from typing import Any
 
-from peers import Decoder, Nursery
-
 from benchmarks.common import Limit, summary
 from benchmarks.peers_pool import Crowd, connect, running_nursery, start_crowd
+from tests.support.nursery import Nursery
+from tests.support.peers import Decoder
 
 INTERVALS_S = (0.5, 2.0, 5.0)
 KILLS = 50

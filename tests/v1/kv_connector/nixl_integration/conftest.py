@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from peers import Decoder, Nursery, Prefill
+
+from tests.support.nursery import Nursery
+from tests.support.peers import Decoder, Prefill
 
 
 @pytest.fixture(scope="session")

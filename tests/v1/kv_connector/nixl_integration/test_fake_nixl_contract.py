@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from agent_process import make_agent
-from fake_nixl import FakeNixl, PeerState
 from nixl._bindings import (
     nixlNotAllowedError,
     nixlNotFoundError,
     nixlRemoteDisconnectError,
 )
-from peers import DEFAULT_ENV, Child, Nursery, environment, wait_until
+
+from tests.support.agent_process import make_agent
+from tests.support.nursery import DEFAULT_ENV, Child, Nursery, environment
+from tests.support.waiting import wait_until
+from tests.v1.kv_connector.fake_nixl import FakeNixl, PeerState
 
 PIECES = 16
 PIECE = 1 << 20
@@ -160,7 +162,9 @@ def side(request: pytest.FixtureRequest) -> Iterator[Side]:
 
         def spawn() -> Child:
             arguments = {"name": "peer", "size": PIECES * PIECE}
-            child = nursery.spawn("peer", "agent_process:AgentProcess", arguments, {})
+            child = nursery.spawn(
+                "peer", "tests.support.agent_process:AgentProcess", arguments, {}
+            )
             return stack.enter_context(contextlib.closing(child))
 
         side = RealSide(spawn)

@@ -8,7 +8,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from peers import Decoder, Nursery, Prefill, wait_until
+
+from tests.support.nursery import Nursery
+from tests.support.peers import Decoder, Prefill
+from tests.support.waiting import wait_until
 
 INTERVAL = 0.5
 RELEASED_WITHIN = 2 * INTERVAL + 1.0
@@ -139,7 +142,7 @@ def test_nothing_is_printed_at_exit(
             "extra": {"peer_heartbeat_interval": interval},
         }
         child = nursery.spawn(
-            "decoder", "decoder_process:DecoderProcess", arguments, {}
+            "decoder", "tests.support.decoder_process:DecoderProcess", arguments, {}
         )
         with contextlib.closing(child):
             has_monitor = child.call(

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import pytest
 import zmq
-from netns import Home, Link, at_home, why_no_links
-from peers import Decoder, Nursery, Prefill
-from prefill_process import rss_bytes
+
+from tests.support.netns import Home, Link, at_home, why_no_links
+from tests.support.nursery import Nursery
+from tests.support.peers import Decoder, Prefill
+from tests.support.prefill_process import rss_bytes
 
 INTERVAL = 0.5
 RELEASED_WITHIN = 2 * INTERVAL + 1.0

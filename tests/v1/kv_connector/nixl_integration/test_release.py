@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 from nixl._bindings import nixlNotFoundError
-from peers import Decoder, Prefill
-from worker_factory import per_engine_state
+
+from tests.support.peers import Decoder, Prefill
+from tests.v1.kv_connector.worker_factory import per_engine_state
 
 INTERVAL = 0.5
 RELEASED_WITHIN = 2 * INTERVAL + 1.0

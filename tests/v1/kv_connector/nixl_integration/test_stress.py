@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from peers import Decoder, Prefill
+
+from tests.support.peers import Decoder, Prefill
 
 DURATION_S = 60.0
 BLOCKS = 64
