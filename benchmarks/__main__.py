@@ -16,6 +16,7 @@ from benchmarks.common import ROOT, environment, use_checkout
 
 PARTS = (
     "step_cost",
+    "longest_step",
     "heartbeat_cost",
     "monitor_cost",
     "release_time",
@@ -24,7 +25,7 @@ PARTS = (
     "memory",
 )
 # Those that compare within seconds, for CI.
-QUICK_PARTS = ("step_cost", "heartbeat_cost", "fleet", "memory")
+QUICK_PARTS = ("step_cost", "longest_step", "heartbeat_cost", "fleet", "memory")
 
 
 def main() -> int:

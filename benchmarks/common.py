@@ -27,6 +27,7 @@ def use_checkout() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Nor are lost connections news where processes are killed by the hundred.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     for folder in ("unit", "."):
         if (path := str((_HELPERS / folder).resolve())) not in sys.path:
             sys.path.insert(0, path)
