@@ -35,8 +35,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
 _STEP_PAUSE_S = 0.001
 _TIMEOUT_S = 120.0
 _HOST = "127.0.0.1"
-# Of Linux, absent from Python's module: address space without memory behind it.
+# Of Linux; Python's module has it from 3.13 on.
 _MAP_NORESERVE = 0x4000
+
+
+def address_space(size: int) -> mmap.mmap:
+    """Return that many bytes, of which only what is touched takes memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return mmap.mmap(-1, size, flags=flags)
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,7 @@ class LargePrefillProcess:
         )
         regions = len(metadata.block_strides)
         size = blocks * max(metadata.block_strides) // tp
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._memory = mmap.mmap(-1, size * regions, flags=flags)
+        self._memory = address_space(size * regions)
         base = np.frombuffer(self._memory, np.uint8).ctypes.data
         metadata.engine_id = engine_id
         metadata.num_blocks = blocks
@@ -108,11 +113,11 @@ class LargePrefillProcess:
 @contextlib.contextmanager
 def building_decoder(name: str, blocks: int, interval: float) -> Iterator[Any]:
     """Yield a worker with a KV cache of that many blocks, most never touched."""
-    shapes = worker_factory.make_kv_caches(1)
-    caches = {
-        layer: torch.zeros((blocks, *cache.shape[1:]))
-        for layer, cache in shapes.items()
-    }
+    caches = {}
+    for layer, one in worker_factory.make_kv_caches(1).items():
+        memory = address_space(blocks * one.nbytes)
+        cache = torch.frombuffer(memory, dtype=one.dtype)
+        caches[layer] = cache.view(blocks, *one.shape[1:])
     with environment(**DEFAULT_ENV), building_worker(nice=0):
         connector = worker_factory.make_connector(
             name, blocks, kv_caches=caches, peer_heartbeat_interval=interval
@@ -140,10 +145,11 @@ def measure(nursery: Nursery, case: Case, rounds: int) -> dict[str, Any]:
             for name, interval in (("stock", 0.0), ("ours", 2.0))
         }
         worker = workers["stock"]
+        port = free_port()
         arguments = {
             "engine_id": "large",
             "payload": msgspec.msgpack.encode(worker.xfer_handshake_metadata),
-            "port": free_port(),
+            "port": port,
             "blocks": case.descriptors // _descriptors_per_block(),
             "tp": case.ranks,
         }
@@ -154,7 +160,7 @@ def measure(nursery: Nursery, case: Case, rounds: int) -> dict[str, Any]:
         seconds: dict[str, list[float]] = {name: [] for name in workers}
         for number in range(rounds):
             for name in sorted(workers, reverse=bool(number % 2)):
-                turns = _load(workers[name], arguments["port"], case.ranks)
+                turns = _load(workers[name], port, case.ranks)
                 longest[name].append(max(turns) * 1e3)
                 seconds[name].append(sum(turns))
                 _unload(workers[name])

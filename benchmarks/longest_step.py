@@ -83,7 +83,7 @@ def _loading_with(path: Path | None) -> dict[str, Any]:
     command = [sys.executable, "-c", _LOADING]
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE)
     if done.returncode:
-        raise RuntimeError(f"{command} with {path} has failed")
+        raise RuntimeError(f"exit status {done.returncode} with {path or 'vLLM'}")
     return json.loads(done.stdout)
 
 

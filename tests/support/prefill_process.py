@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -100,7 +100,7 @@ class WatchedAgent:
         """Notifications fetched, by the name of the thread that did."""
         self.calls: Counter[str] = Counter()
         """Calls, by method."""
-        self.cpu_seconds: Counter[str] = Counter()
+        self.cpu_seconds: dict[str, float] = defaultdict(float)
         """Processor time of the caller inside, by the thread's name."""
         self._agent = agent
         self._inside: tuple[int, str] | None = None
