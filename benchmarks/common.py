@@ -7,7 +7,6 @@ import os
 import platform
 import runpy
 import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-_HELPERS = ROOT / "tests" / "v1" / "kv_connector"
 
 
 def use_checkout() -> None:
@@ -28,9 +26,6 @@ def use_checkout() -> None:
     # Nor are lost connections news where processes are killed by the hundred.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-    for folder in ("unit", "."):
-        if (path := str((_HELPERS / folder).resolve())) not in sys.path:
-            sys.path.insert(0, path)
     runpy.run_path(str(ROOT / "conftest.py"))
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.v1.kv_connector.fake_nixl import FakeNixl
-from tests.v1.kv_connector.unit import decoder as unit
-from tests.v1.kv_connector.unit.decoder import Decoder
+from tests.v1.kv_connector.unit.nixl_peers import decoder as unit
+from tests.v1.kv_connector.unit.nixl_peers.decoder import Decoder
+from tests.v1.kv_connector.unit.nixl_peers.fake_nixl import FakeNixl
 
 
 class QuietNixl(FakeNixl):

@@ -255,7 +255,7 @@ def _prepare(log: str, device: str, env: dict[str, str], model: str) -> None:
     os.dup2(fd, 2)
     os.environ.update(env)
     use_checkout()
-    from tests.v1.kv_connector import worker_factory
+    from tests.v1.kv_connector.unit.nixl_peers import worker_factory
 
     worker_factory.DEVICE = device
     with contextlib.suppress(FileExistsError):

@@ -25,7 +25,7 @@ from tests.support.prefill_process import (
     building_worker,
     serve_side_channel,
 )
-from tests.v1.kv_connector import worker_factory
+from tests.v1.kv_connector.unit.nixl_peers import worker_factory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlAgentMetadata,
     NixlConnectorMetadata,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.waiting import wait_until
-from tests.v1.kv_connector import worker_factory
+from tests.v1.kv_connector.unit.nixl_peers import worker_factory
 
 DEFAULT_ENV = {"UCX_TLS": "tcp,self"}
 _ROOT = Path(__file__).resolve().parents[2]

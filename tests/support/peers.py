@@ -14,7 +14,7 @@ from tests.support.nursery import DEFAULT_ENV, Nursery, environment, model_dir
 from tests.support.ports import free_port
 from tests.support.prefill_process import building_worker, kv_pattern, watching_agents
 from tests.support.waiting import wait_until
-from tests.v1.kv_connector import worker_factory
+from tests.v1.kv_connector.unit.nixl_peers import worker_factory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorMetadata
 
 _READ_TIMEOUT_S = 60.0
@@ -281,15 +281,15 @@ class Decoder:
 
     def evidence(self) -> str:
         """Describe the worker and the prefills it has read from."""
-        peers = getattr(self.worker, "_peers", None)
+        list_peers = getattr(self.worker, "list_peers", None)
         state = {
             "connected": sorted(self.connected),
-            "open reads": {
+            "in flight": {
                 req_id: len(handles)
                 for req_id, handles in self.worker._recving_transfers.items()
             },
             "handshakes": list(self.worker._handshake_futures),
-            "lost": dict(peers.lost) if peers is not None else None,
+            "peers": list_peers() if list_peers is not None else None,
             "finished": self.finished[-5:],
             "failed": self.failed[-5:],
         }

@@ -163,7 +163,10 @@ class PrefillProcess:
         """Build the worker, fill its KV cache and serve its side channel."""
         import msgspec
 
-        from tests.v1.kv_connector.worker_factory import make_connector, make_kv_caches
+        from tests.v1.kv_connector.unit.nixl_peers.worker_factory import (
+            make_connector,
+            make_kv_caches,
+        )
 
         kv_caches = make_kv_caches(num_blocks)
         for layer, cache in enumerate(kv_caches.values()):
@@ -297,7 +300,7 @@ def _import_what_children_need(model_dir: str) -> None:
 
     import vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector  # noqa: F401
     import vllm.v1.attention.backends.cpu_attn  # noqa: F401
-    from tests.v1.kv_connector import worker_factory
+    from tests.v1.kv_connector.unit.nixl_peers import worker_factory
 
     # The first configuration inspects the model in a process of its own.
     worker_factory._MODEL_DIR = model_dir

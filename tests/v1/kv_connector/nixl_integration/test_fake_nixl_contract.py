@@ -19,7 +19,7 @@ from nixl._bindings import (
 from tests.support.agent_process import make_agent
 from tests.support.nursery import DEFAULT_ENV, Child, Nursery, environment
 from tests.support.waiting import wait_until
-from tests.v1.kv_connector.fake_nixl import FakeNixl, PeerState
+from tests.v1.kv_connector.unit.nixl_peers.fake_nixl import FakeNixl, PeerState
 
 PIECES = 16
 PIECE = 1 << 20

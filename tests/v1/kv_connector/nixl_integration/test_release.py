@@ -10,7 +10,7 @@ import pytest
 from nixl._bindings import nixlNotFoundError
 
 from tests.support.peers import Decoder, Prefill
-from tests.v1.kv_connector.worker_factory import per_engine_state
+from tests.v1.kv_connector.unit.nixl_peers.worker_factory import per_engine_state
 
 INTERVAL = 0.5
 RELEASED_WITHIN = 2 * INTERVAL + 1.0
