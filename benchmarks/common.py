@@ -87,10 +87,14 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the checkout's commit, marked if tracked files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    """Return the checkout's commit, marked if the code differs from it."""
+
+    def git(*args: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+
+    commit = git("rev-parse", "--short=10", "HEAD").stdout.strip() or "unknown"
+    same = git("diff", "--quiet", "HEAD", "--", ".", ":!docs").returncode == 0
+    return commit if same else f"{commit}, changed"
 
 
 def _processor() -> str:

@@ -10,16 +10,13 @@ import tracemalloc
 from typing import Any
 
 from benchmarks.common import Limit
+from benchmarks.fakes import connected_decoder
 from benchmarks.peers_pool import connect, running_nursery, start_crowd
 from tests.support.nursery import Nursery
 from tests.support.peers import Decoder
 from tests.support.prefill_process import rss_bytes
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
-    DEFAULT_HEARTBEAT_INTERVAL_S,
-    PeerTable,
-)
 
-_PEERS = 1000
+_PEERS = 300
 _CYCLES = 200
 # What Python and NIXL set aside once is there by then.
 _WARM_UP = 40
@@ -42,25 +39,25 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def bytes_per_peer(peers: int = _PEERS) -> float:
-    """Return the bytes that the table keeps for a peer, its schedule included."""
-    table = PeerTable(DEFAULT_HEARTBEAT_INTERVAL_S)
-    # Ids and addresses are the worker's own.
-    ids = [f"engine-{number}" for number in range(peers)]
-    address = ("10.0.0.1", 5600)
-    gc.collect()
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        for number, engine_id in enumerate(ids):
-            table.connect(engine_id, number / peers, address)
-        now = 0.0
-        for _ in range(20):
-            now += table.interval
-            while table.take_due(now, {}) is not None:
-                pass
-        return (tracemalloc.get_traced_memory()[0] - before) / peers
-    finally:
-        tracemalloc.stop()
+    """Return the bytes that a connected peer takes on Python's heap beyond stock's."""
+    ours, stock = (_heap_growth(peers, interval) for interval in (2.0, 0.0))
+    return (ours - stock) / peers
+
+
+def _heap_growth(peers: int, interval: float) -> int:
+    with connected_decoder(interval, []) as decoder:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for number in range(peers):
+                decoder.connect(f"peer-{number}")
+            # Long enough for every peer's place in the schedule to have moved.
+            decoder.steps(duration=60.0, every=1.0)
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
 
 
 def _kill_and_replace(nursery: Nursery, name: str, interval: float) -> dict[str, Any]:
