@@ -192,6 +192,9 @@ class Decoder:
     def observe_release(self, seconds: float) -> None:
         """Observe nothing."""
 
+    def set_gauges(self, *gauges: Any) -> None:
+        """Show nothing."""
+
 
 def _nothing(simulation: Simulation) -> float:
     return 60.0

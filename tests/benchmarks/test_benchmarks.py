@@ -173,12 +173,11 @@ def test_the_gpu_check_wants_a_torch_that_sees_the_gpu(
     assert "which does not see it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("stock", "cache"), [(True, None), (False, "n")])
-def test_the_gpu_check_rehearsed_on_cpu(stock: bool, cache: str | None):
-    row = gpu_check.check(gpu_check.DEVICES["cpu"], stock, cache)
+def test_the_gpu_check_rehearsed_on_cpu():
+    row = gpu_check.check(gpu_check.DEVICES["cpu"], stock=False, cache="n")
 
-    assert (row["released_after_s"] is None) == stock
-    assert row["UCX_CUDA_IPC_CACHE"] == (cache or "default")
+    assert row["released_after_s"] is not None
+    assert row["read_ms"]["min"] > 0
     # Processor memory goes with its process, whoever has read it.
     freed = row["before_kill_mib"] - row["after_kill_mib"]
     assert freed > row["kv_cache_mib"]
