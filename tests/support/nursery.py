@@ -135,18 +135,24 @@ class Child:
 
     def wait_ready(self) -> None:
         """Wait for the child's first message."""
-        self._receive(_START_TIMEOUT_S)
+        self.answer(_START_TIMEOUT_S)
 
     def call(self, name: str, *args: Any, timeout_s: float = 30.0) -> Any:
         """Call a method of the process's object and return its result."""
         self.tell(name, *args)
-        return self._receive(timeout_s)
+        return self.answer(timeout_s)
 
     def tell(self, name: str, *args: Any) -> None:
-        """Call a method of the process's object that does not return."""
+        """Call a method of the process's object without waiting for it."""
         self._connection.send((name, args))
 
-    def _receive(self, timeout_s: float) -> Any:
+    @property
+    def has_answered(self) -> bool:
+        """Whether the method that was called has returned."""
+        return self._connection.poll()
+
+    def answer(self, timeout_s: float = 30.0) -> Any:
+        """Return what the method that was called has returned."""
         try:
             assert self._connection.poll(timeout_s), f"no answer\n{self.evidence()}"
             return self._connection.recv()

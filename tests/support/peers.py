@@ -170,6 +170,7 @@ class Decoder:
         prefill: RemotePrefill,
         blocks: Iterable[int] = (0, 1),
         local_blocks: Iterable[int] | None = None,
+        is_local_hit: bool = False,
     ) -> str:
         """Ask for blocks of a prefill in the next step; return the request's id.
 
@@ -177,6 +178,8 @@ class Decoder:
             prefill: Where to read from.
             blocks: The prefill's blocks.
             local_blocks: Where to put them; the same numbers by default.
+            is_local_hit: Whether all are in the decoder's own cache: the request
+                goes on at once, and the prefill is notified.
 
         """
         blocks = list(blocks)
@@ -188,7 +191,7 @@ class Decoder:
             cache[local_blocks] = 0
         self._metadata.add_new_req_to_recv(
             req_id,
-            (local_blocks,),
+            () if is_local_hit else (local_blocks,),
             {
                 "remote_block_ids": (blocks,),
                 "remote_engine_id": prefill.engine_id,
@@ -198,7 +201,7 @@ class Decoder:
                 "tp_size": 1,
             },
             local_num_computed_blocks=(0,),
-            awaiting_kvs=True,
+            awaiting_kvs=not is_local_hit,
         )
         return req_id
 
@@ -270,6 +273,21 @@ class Decoder:
         return agent
 
     @property
+    def handshakes(self) -> set[str]:
+        """Engines that a handshake is running with."""
+        return set(self.worker._handshake_futures)
+
+    @property
+    def in_flight(self) -> set[str]:
+        """Requests with reads in flight."""
+        return set(self.worker._recving_transfers)
+
+    def peers(self) -> dict[str, dict[str, Any]]:
+        """Return what an operator sees, by engine id; nothing of a stock worker."""
+        list_peers = getattr(self.worker, "list_peers", lambda: {"peers": []})
+        return {peer["engine_id"]: peer for peer in list_peers()["peers"]}
+
+    @property
     def log(self) -> list[str]:
         """What vLLM has logged in this process since the decoder was built."""
         return _LOG.lines[self._log_start :]
@@ -281,15 +299,11 @@ class Decoder:
 
     def evidence(self) -> str:
         """Describe the worker and the prefills it has read from."""
-        list_peers = getattr(self.worker, "list_peers", None)
         state = {
             "connected": sorted(self.connected),
-            "in flight": {
-                req_id: len(handles)
-                for req_id, handles in self.worker._recving_transfers.items()
-            },
-            "handshakes": list(self.worker._handshake_futures),
-            "peers": list_peers() if list_peers is not None else None,
+            "reads in flight": sorted(self.in_flight),
+            "handshakes": sorted(self.handshakes),
+            "peers": self.peers(),
             "finished": self.finished[-5:],
             "failed": self.failed[-5:],
         }

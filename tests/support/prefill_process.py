@@ -107,7 +107,8 @@ class WatchedAgent:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._agent, name)
-        if not callable(method):
+        # The last two build values, beside whatever goes on in the agent.
+        if not callable(method) or name in ("get_reg_descs", "get_xfer_descs"):
             return method
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -209,6 +210,10 @@ class PrefillProcess:
     def set_stepping(self, stepping: bool) -> None:
         """Step periodically from now on, or stay idle."""
         self.stepping = stepping
+
+    def hold_interpreter(self, seconds: float) -> None:
+        """Keep every Python thread waiting, as a kernel compilation may."""
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     def expect(self, *req_ids: str) -> None:
         """Hold these requests' blocks for a decoder, as the scheduler asks to.

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.nursery import Nursery
 from tests.support.peers import Decoder, Prefill
+from tests.support.prefill_group import PrefillGroup
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,18 @@ def start_prefill(nursery: Nursery) -> Iterator[Callable[..., Prefill]]:
         def start(engine_id: str, **arguments: object) -> Prefill:
             prefill = Prefill(nursery, engine_id, **arguments)
             return stack.enter_context(contextlib.closing(prefill))
+
+        yield start
+
+
+@pytest.fixture
+def start_group(nursery: Nursery) -> Iterator[Callable[..., PrefillGroup]]:
+    """Starts prefills in one process: takes the arguments of `PrefillGroup`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: object) -> PrefillGroup:
+            group = PrefillGroup(nursery, *arguments)
+            return stack.enter_context(contextlib.closing(group))
 
         yield start
 
