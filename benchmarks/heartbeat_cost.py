@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 from benchmarks.common import Limit, summary
-from benchmarks.peers_pool import connect, running_nursery, start_crowd
+from benchmarks.peers_pool import running_fork_server
 from tests.support.peers import Decoder
+from tests.support.prefill_group import PrefillGroup, connect
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
 )
@@ -47,7 +48,7 @@ class TimedSends:
 def measure(quick: bool) -> dict[str, Any]:
     """Measure heartbeats to several numbers of peers."""
     rows = []
-    with running_nursery() as nursery, contextlib.ExitStack() as stack:
+    with running_fork_server() as fork_server, contextlib.ExitStack() as stack:
         prefills: list[Any] = []
         for peers in PEERS:
             interval = peers / _HEARTBEATS_PER_S
@@ -56,9 +57,11 @@ def measure(quick: bool) -> dict[str, Any]:
             stack.callback(decoder.close)
             while len(prefills) < peers:
                 count = min(_AGENTS_PER_PROCESS, peers - len(prefills))
-                crowd = start_crowd(nursery, decoder, f"crowd{len(prefills)}", count)
-                stack.callback(crowd.child.close)
-                prefills += crowd.prefills
+                group = PrefillGroup(
+                    fork_server, decoder, f"group{len(prefills)}", count
+                )
+                stack.callback(group.child.close)
+                prefills += group.prefills
             connect(decoder, prefills)
             for pause in _PAUSES_S:
                 seconds = _QUICK_SECONDS if quick else _SECONDS

@@ -18,8 +18,8 @@ import torch
 from nixl._api import nixl_agent, nixl_agent_config
 
 import vllm
-from benchmarks.peers_pool import running_nursery
-from tests.support.nursery import DEFAULT_ENV, Nursery, environment
+from benchmarks.peers_pool import running_fork_server
+from tests.support.fork_server import DEFAULT_ENV, ForkServer, environment
 from tests.support.ports import free_port
 from tests.support.prefill_process import (
     building_worker,
@@ -128,14 +128,14 @@ def building_decoder(name: str, blocks: int, interval: float) -> Iterator[Any]:
         connector.connector_worker.shutdown()
 
 
-def measure_all(nursery: Nursery, quick: bool) -> dict[str, Any]:
+def measure_all(fork_server: ForkServer, quick: bool) -> dict[str, Any]:
     """Load the peers of every case."""
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
-    rows = [measure(nursery, c, rounds) for c in (QUICK_CASES if quick else CASES)]
+    rows = [measure(fork_server, c, rounds) for c in (QUICK_CASES if quick else CASES)]
     return {"vllm": vllm.__version__, "rows": rows}
 
 
-def measure(nursery: Nursery, case: Case, rounds: int) -> dict[str, Any]:
+def measure(fork_server: ForkServer, case: Case, rounds: int) -> dict[str, Any]:
     """Load a peer turn by turn with stock and with ours."""
     with contextlib.ExitStack() as stack:
         # Only what is split by rank depends on the decoder's own blocks.
@@ -154,7 +154,7 @@ def measure(nursery: Nursery, case: Case, rounds: int) -> dict[str, Any]:
             "tp": case.ranks,
         }
         process = "benchmarks.loading:LargePrefillProcess"
-        child = nursery.spawn("large", process, arguments, {})
+        child = fork_server.spawn("large", process, arguments, {})
         stack.callback(child.close)
         longest: dict[str, list[float]] = {name: [] for name in workers}
         seconds: dict[str, list[float]] = {name: [] for name in workers}
@@ -201,6 +201,6 @@ def _unload(worker: Any) -> None:
 
 def main() -> None:
     """Measure every case with this process's vLLM; print the results as JSON."""
-    with contextlib.redirect_stdout(sys.stderr), running_nursery() as nursery:
-        result = measure_all(nursery, quick=False)
+    with contextlib.redirect_stdout(sys.stderr), running_fork_server() as fork_server:
+        result = measure_all(fork_server, quick=False)
     print(json.dumps(result))

@@ -19,9 +19,10 @@ from typing import Any
 from benchmarks import loading
 from benchmarks.common import ROOT, Limit, summary
 from benchmarks.fakes import QuietNixl, connected_decoder
-from benchmarks.peers_pool import connect, running_nursery, start_crowd
-from tests.support.nursery import Nursery
+from benchmarks.peers_pool import running_fork_server
+from tests.support.fork_server import ForkServer
 from tests.support.peers import Decoder
+from tests.support.prefill_group import PrefillGroup, connect
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorMetadata
 
 _INTERVAL_S = 2.0
@@ -53,12 +54,12 @@ Turns = dict[str, list[float]]
 
 def measure(quick: bool) -> dict[str, Any]:
     """Measure all three, stock and ours turn by turn."""
-    with running_nursery() as nursery:
+    with running_fork_server() as fork_server:
         if quick:
-            found = [loading.measure_all(nursery, quick)]
+            found = [loading.measure_all(fork_server, quick)]
         else:
             found = list(map(_loading_with, _releases()))
-        deaths = _deaths(nursery, quick)
+        deaths = _deaths(fork_server, quick)
     rows = [
         {"vllm": one["vllm"], "case": row["case"], **_compared(row["longest_turn_ms"])}
         | {f"{name}_load_s": summary(row["load_s"][name])["median"] for name in _NAMES}
@@ -100,7 +101,7 @@ def _compared(longest_ms: Turns) -> dict[str, Any]:
 # -- Many peers that die at once -------------------------------------------------------
 
 
-def _deaths(nursery: Nursery, quick: bool) -> dict[str, Any]:
+def _deaths(fork_server: ForkServer, quick: bool) -> dict[str, Any]:
     """Kill half of the peers of two decoders; return their longest steps after it."""
     peers = _QUICK_PEERS if quick else _PEERS
     size = _QUICK_PEERS_PER_PROCESS if quick else _PEERS_PER_PROCESS
@@ -116,26 +117,26 @@ def _deaths(nursery: Nursery, quick: bool) -> dict[str, Any]:
             )
             for name, interval in (("stock", 0.0), ("ours", _INTERVAL_S))
         }
-        crowds: list[Any] = []
+        groups: list[Any] = []
         for number in range(_QUICK_DEATHS if quick else _DEATHS):
-            while sum(len(crowd.prefills) for crowd in crowds) < peers:
-                name = f"crowd{number}-{len(crowds)}"
-                crowd = start_crowd(nursery, decoders["ours"], name, size)
-                stack.callback(crowd.child.close)
-                crowds.append(crowd)
+            while sum(len(group.prefills) for group in groups) < peers:
+                name = f"group{number}-{len(groups)}"
+                group = PrefillGroup(fork_server, decoders["ours"], name, size)
+                stack.callback(group.child.close)
+                groups.append(group)
                 for decoder in decoders.values():
-                    connect(decoder, crowd.prefills)
-                    _read_from_each(decoder, crowd.prefills)
+                    connect(decoder, group.prefills)
+                    _read_from_each(decoder, group.prefills)
             quiet = _watch(decoders, _INTERVAL_S)
-            half = len(crowds) // 2
-            victims, crowds = crowds[:half], crowds[half:]
-            for crowd in victims:
-                crowd.child.kill()
+            half = len(groups) // 2
+            targets, groups = groups[:half], groups[half:]
+            for group in targets:
+                group.child.kill()
             after = _watch(decoders, _QUICK_WATCH_S if quick else _WATCH_S)
             for name in longest:
                 before[name].append(quiet[name])
                 longest[name].append(after[name])
-            dead = {engine_id for crowd in victims for engine_id in crowd.engine_ids}
+            dead = {engine_id for group in targets for engine_id in group.engine_ids}
             assert not dead & decoders["ours"].connected, decoders["ours"].evidence()
             for engine_id in dead & decoders["stock"].connected:
                 decoders["stock"].worker._cleanup_remote_engine(engine_id)

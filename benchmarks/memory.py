@@ -11,9 +11,10 @@ from typing import Any
 
 from benchmarks.common import Limit
 from benchmarks.fakes import connected_decoder
-from benchmarks.peers_pool import connect, running_nursery, start_crowd
-from tests.support.nursery import Nursery
+from benchmarks.peers_pool import running_fork_server
+from tests.support.fork_server import ForkServer
 from tests.support.peers import Decoder
+from tests.support.prefill_group import PrefillGroup, connect
 from tests.support.prefill_process import rss_bytes
 
 _PEERS = 300
@@ -32,9 +33,9 @@ def measure(quick: bool) -> dict[str, Any]:
     data: dict[str, Any] = {"peer_bytes": bytes_per_peer()}
     if quick:
         return data
-    with running_nursery() as nursery:
+    with running_fork_server() as fork_server:
         for name, interval in (("stock", 0.0), ("ours", _INTERVAL_S)):
-            data[name] = _kill_and_replace(nursery, name, interval)
+            data[name] = _kill_and_replace(fork_server, name, interval)
     return data
 
 
@@ -60,7 +61,9 @@ def _heap_growth(peers: int, interval: float) -> int:
             tracemalloc.stop()
 
 
-def _kill_and_replace(nursery: Nursery, name: str, interval: float) -> dict[str, Any]:
+def _kill_and_replace(
+    fork_server: ForkServer, name: str, interval: float
+) -> dict[str, Any]:
     """Kill a prefill and start another one at its address, over and over.
 
     Stock lets go of a dead one when its replacement shakes hands, ours before.
@@ -69,14 +72,14 @@ def _kill_and_replace(nursery: Nursery, name: str, interval: float) -> dict[str,
     port = None
     with contextlib.closing(Decoder(name, peer_heartbeat_interval=interval)) as decoder:
         for cycle in range(_CYCLES + 1):
-            crowd = start_crowd(nursery, decoder, f"{name}-{cycle}", 1, port)
-            port = crowd.prefills[0].port
-            connect(decoder, crowd.prefills)
+            group = PrefillGroup(fork_server, decoder, f"{name}-{cycle}", 1, port)
+            port = group.prefills[0].port
+            connect(decoder, group.prefills)
             decoder.wait_until(lambda: len(decoder.connected) == 1, _RELEASE_TIMEOUT_S)
             if cycle % _SAMPLE_EVERY == 0:
                 gc.collect()
                 samples.append(_sample(cycle))
-            crowd.child.close()
+            group.child.close()
             if interval:
                 decoder.wait_until(lambda: not decoder.connected, _RELEASE_TIMEOUT_S)
     warm = [sample for sample in samples if sample["cycle"] >= _WARM_UP]

@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 from benchmarks.common import Limit
-from benchmarks.peers_pool import connect, running_nursery, start_crowd
+from benchmarks.peers_pool import running_fork_server
 from tests.support.peers import Decoder
+from tests.support.prefill_group import PrefillGroup, connect
 
 PEERS = 100
 _THREAD = "vllm-nixl-peer-monitor"
@@ -23,14 +24,16 @@ _TARGET = 0.01
 def measure(quick: bool) -> dict[str, Any]:
     """Watch the monitor of a decoder with 100 peers that takes no step."""
     seconds = _QUICK_SECONDS if quick else _SECONDS
-    with running_nursery() as nursery, contextlib.ExitStack() as stack:
+    with running_fork_server() as fork_server, contextlib.ExitStack() as stack:
         # NIXL's calls spin while its own thread waits for a core with their lock.
         decoder = Decoder("idle", nice=0)
         stack.callback(decoder.close)
         for first in range(0, PEERS, _AGENTS_PER_PROCESS):
-            crowd = start_crowd(nursery, decoder, f"crowd{first}", _AGENTS_PER_PROCESS)
-            stack.callback(crowd.child.close)
-            connect(decoder, crowd.prefills)
+            group = PrefillGroup(
+                fork_server, decoder, f"group{first}", _AGENTS_PER_PROCESS
+            )
+            stack.callback(group.child.close)
+            connect(decoder, group.prefills)
         share, with_nixl = _shares(decoder, seconds)
     return {
         "peers": PEERS,

@@ -43,7 +43,7 @@ class AgentProcess:
         self._agent.send_notif(self._agent.add_remote_agent(metadata), message)
 
 
-class PrefillCrowdProcess:
+class PrefillGroupProcess:
     """Many prefills: an agent and a side channel each, one memory for all.
 
     The agents have no progress thread, which would spin on a core each; a step

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support.nursery import DEFAULT_ENV, Nursery, environment, model_dir
+from tests.support.fork_server import DEFAULT_ENV, ForkServer, environment, model_dir
 from tests.support.ports import free_port
 from tests.support.prefill_process import building_worker, kv_pattern, watching_agents
 from tests.support.waiting import wait_until
@@ -54,7 +54,7 @@ class Prefill(RemotePrefill):
 
     def __init__(
         self,
-        nursery: Nursery,
+        fork_server: ForkServer,
         engine_id: str,
         *,
         host: str = "127.0.0.1",
@@ -67,7 +67,7 @@ class Prefill(RemotePrefill):
         """Start the process and wait until it serves handshakes.
 
         Args:
-            nursery: Where to start it.
+            fork_server: Where to start it.
             engine_id: Its engine id.
             host: Address of its side channel.
             port: Port of its side channel; a free one by default.
@@ -79,7 +79,7 @@ class Prefill(RemotePrefill):
 
         """
         super().__init__(engine_id, host, port or free_port(), num_blocks)
-        self.child = nursery.spawn(
+        self.child = fork_server.spawn(
             engine_id,
             "tests.support.prefill_process:PrefillProcess",
             {
@@ -284,8 +284,9 @@ class Decoder:
 
     def peers(self) -> dict[str, dict[str, Any]]:
         """Return what an operator sees, by engine id; nothing of a stock worker."""
-        list_peers = getattr(self.worker, "list_peers", lambda: {"peers": []})
-        return {peer["engine_id"]: peer for peer in list_peers()["peers"]}
+        list_peers = getattr(self.worker, "list_peers", None)
+        peers = list_peers()["peers"] if list_peers else []
+        return {peer["engine_id"]: peer for peer in peers}
 
     @property
     def log(self) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tests.support.nursery import Nursery
+from tests.support.fork_server import ForkServer
 from tests.support.peers import Decoder, RemotePrefill
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -24,7 +24,7 @@ class PrefillGroup:
 
     def __init__(
         self,
-        nursery: Nursery,
+        fork_server: ForkServer,
         decoder: Decoder,
         name: str,
         count: int,
@@ -33,7 +33,7 @@ class PrefillGroup:
         """Start the process.
 
         Args:
-            nursery: Where to start the process.
+            fork_server: Where to start the process.
             decoder: Whose handshake reply the prefills take after.
             name: What their engine ids begin with.
             count: How many prefills.
@@ -50,8 +50,8 @@ class PrefillGroup:
             "payload": msgspec.msgpack.encode(decoder.worker.xfer_handshake_metadata),
             "ports": ports,
         }
-        self.child = nursery.spawn(
-            name, "tests.support.agent_process:PrefillCrowdProcess", arguments, {}
+        self.child = fork_server.spawn(
+            name, "tests.support.agent_process:PrefillGroupProcess", arguments, {}
         )
         self.close = self.child.close
 

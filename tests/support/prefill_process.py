@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Prefill processes for tests: real connector workers with a real NIXL agent.
 
-Run as a program, this is a nursery: it imports vLLM once, which takes most of a
-prefill's start-up, and forks a child per prefill. `tests.support.nursery` drives it.
+Run as a program, this is a fork server: it imports vLLM once, which takes most of a
+prefill's start-up, and forks a child per prefill. `fork_server.py` drives it.
 """
 
 import contextlib
@@ -279,11 +279,11 @@ def _run_child(connection: Connection, order: dict[str, Any]) -> None:
         serve(connection, process)
 
 
-def _fork_child(order: dict[str, Any], fd: int, nursery: socket.socket) -> int:
+def _fork_child(order: dict[str, Any], fd: int, fork_server: socket.socket) -> int:
     if pid := os.fork():
         return pid
     try:
-        nursery.close()
+        fork_server.close()
         die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -309,7 +309,7 @@ def _import_what_children_need(model_dir: str) -> None:
 
     # The first configuration inspects the model in a process of its own.
     worker_factory._MODEL_DIR = model_dir
-    worker_factory.make_vllm_config("nursery")
+    worker_factory.make_vllm_config("fork-server")
 
 
 def main() -> None:
@@ -319,15 +319,15 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     runpy.run_path(str(_ROOT / "conftest.py"))
     _import_what_children_need(model_dir)
-    with socket.socket(fileno=int(fd)) as nursery:
-        nursery.send(b"ready")
+    with socket.socket(fileno=int(fd)) as fork_server:
+        fork_server.send(b"ready")
         while True:
-            message, fds, _, _ = socket.recv_fds(nursery, 1 << 16, 1)
+            message, fds, _, _ = socket.recv_fds(fork_server, 1 << 16, 1)
             if not message:
                 return
-            pid = _fork_child(pickle.loads(message), fds[0], nursery)
+            pid = _fork_child(pickle.loads(message), fds[0], fork_server)
             os.close(fds[0])
-            nursery.send(str(pid).encode())
+            fork_server.send(str(pid).encode())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from nixl._bindings import (
 )
 
 from tests.support.agent_process import make_agent
-from tests.support.nursery import DEFAULT_ENV, Child, Nursery, environment
+from tests.support.fork_server import DEFAULT_ENV, Child, ForkServer, environment
 from tests.support.waiting import wait_until
 from tests.v1.kv_connector.unit.nixl_peers.fake_nixl import FakeNixl, PeerState
 
@@ -157,12 +157,12 @@ def side(request: pytest.FixtureRequest) -> Iterator[Side]:
         yield side
         assert side.agent.violations == []
         return
-    nursery: Nursery = request.getfixturevalue("nursery")
+    fork_server: ForkServer = request.getfixturevalue("fork_server")
     with contextlib.ExitStack() as stack:
 
         def spawn() -> Child:
             arguments = {"name": "peer", "size": PIECES * PIECE}
-            child = nursery.spawn(
+            child = fork_server.spawn(
                 "peer", "tests.support.agent_process:AgentProcess", arguments, {}
             )
             return stack.enter_context(contextlib.closing(child))

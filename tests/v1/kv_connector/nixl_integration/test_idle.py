@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.nursery import Nursery
+from tests.support.fork_server import ForkServer
 from tests.support.peers import Decoder, Prefill
 from tests.support.waiting import wait_until
 
@@ -132,7 +132,7 @@ def test_shutdown_during_a_release(
 
 @pytest.mark.parametrize("shut_down", [True, False])
 def test_nothing_is_printed_at_exit(
-    nursery: Nursery, start_prefill: StartPrefill, shut_down: bool
+    fork_server: ForkServer, start_prefill: StartPrefill, shut_down: bool
 ):
     prefill = start_prefill("prefill")
 
@@ -141,7 +141,7 @@ def test_nothing_is_printed_at_exit(
             "engine_id": "decoder",
             "extra": {"peer_heartbeat_interval": interval},
         }
-        child = nursery.spawn(
+        child = fork_server.spawn(
             "decoder", "tests.support.decoder_process:DecoderProcess", arguments, {}
         )
         with contextlib.closing(child):

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.fork_server import ForkServer
 from tests.support.netns import (
     NamespaceThread,
     VethPair,
     in_namespace,
     why_no_namespaces,
 )
-from tests.support.nursery import Nursery
 from tests.support.peers import Decoder, Prefill
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import manager, policy
 
@@ -35,7 +35,7 @@ class Site:
     """A place for prefills at the far end of a veth."""
 
     veth: VethPair
-    nursery: Nursery
+    fork_server: ForkServer
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def sites(
 
         def make() -> Site:
             veth = stack.enter_context(contextlib.closing(VethPair()))
-            nursery = Nursery(tmp_path_factory.mktemp(veth.netns), veth.netns)
-            return Site(veth, stack.enter_context(contextlib.closing(nursery)))
+            fork_server = ForkServer(tmp_path_factory.mktemp(veth.netns), veth.netns)
+            return Site(veth, stack.enter_context(contextlib.closing(fork_server)))
 
         try:
             yield namespace.run(lambda: (make(), make()))
@@ -72,7 +72,7 @@ def start_at() -> Iterator[StartPrefill]:
 
         def start(site: Site, engine_id: str, **arguments: object) -> Prefill:
             prefill = Prefill(
-                site.nursery, engine_id, host=site.veth.address, **arguments
+                site.fork_server, engine_id, host=site.veth.address, **arguments
             )
             return stack.enter_context(contextlib.closing(prefill))
 

@@ -46,7 +46,7 @@ def environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class Nursery:
+class ForkServer:
     """A process that forks prefill processes, optionally in a network namespace."""
 
     def __init__(self, log_dir: Path, netns: str | None = None):
@@ -61,7 +61,7 @@ class Nursery:
         self._names = itertools.count()
         prefix = ["ip", "netns", "exec", netns] if netns else []
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._log = log_dir / f"nursery-{netns or 'host'}.log"
+        self._log = log_dir / f"fork-server-{netns or 'host'}.log"
         with other, self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "tests.support.prefill_process"]
@@ -103,7 +103,7 @@ class Nursery:
                 socket.send_fds(self._socket, [pickle.dumps(order)], [other.fileno()])
                 pid = int(self._socket.recv(16))
             except (OSError, AssertionError, ValueError) as e:
-                raise AssertionError(f"no nursery\n{self._log.read_text()}") from e
+                raise AssertionError(f"no fork server\n{self._log.read_text()}") from e
         child = Child(pid, Connection(mine.detach()), log)
         child.wait_ready()
         return child
@@ -119,7 +119,7 @@ class Child:
     """A forked process that obeys commands."""
 
     def __init__(self, pid: int, connection: Connection, log: Path):
-        """Take charge of a process that the nursery has forked."""
+        """Take charge of a process that the fork server has forked."""
         self.pid = pid
         self.log = log
         self.responsive = True
