@@ -14,6 +14,7 @@ QUICK ?=
 ONLY ?=
 
 PY := .venv/bin/python
+LINT := .venv-lint
 INSTALL := $(PYTHON) tools/install.py
 NEWEST := 0.33.0
 UNIT := tests/v1/kv_connector/unit
@@ -33,11 +34,35 @@ help: ## Show this list
 install: ## Build .venv: vLLM's CPU build, NIXL and this package
 	@$(INSTALL)
 
+# Of its own: neither torch nor vLLM is needed to check style and types, and what is
+# installed changes no verdict.
+$(LINT)/stamp: requirements/lint.txt
+	@echo "Building $(CURDIR)/$(LINT)"
+	@$(PYTHON) -m venv --clear $(LINT)
+	@$(LINT)/bin/python -m pip install --quiet --no-deps -r $<
+	@touch $@
+
 .PHONY: lint
-lint: install ## Check style and types
-	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check .
-	@$(PY) -m mypy
+lint: $(LINT)/stamp ## Check style and types (needs neither torch nor vLLM)
+	@$(LINT)/bin/ruff check .
+	@$(LINT)/bin/ruff format --check .
+	@$(LINT)/bin/mypy
+
+.PHONY: format
+format: $(LINT)/stamp ## Format the code, mend what ruff can mend
+	@$(LINT)/bin/ruff check --fix-only --quiet .
+	@$(LINT)/bin/ruff format .
+
+# The tests run on the files of the checkout: nothing is installed anew for them.
+.PHONY: unit
+unit: | .venv ## Unit tests on the newest vLLM that is installed (seconds)
+	@$(call on,$(notdir $(lastword $(sort $(wildcard .venv/vllm-*))))) $(PY) -m pytest -q $(UNIT)
+
+.venv:
+	@$(INSTALL)
+
+# Environment that has vLLM unpacked to .venv/$(1) first; the installed one if empty.
+on = $(if $(1),PYTHONPATH=$(CURDIR)/.venv/$(1) VLLM_TARGET_DEVICE=cpu)
 
 # One stage of `make test`: heading, then a command whose failure ends the run.
 define stage
@@ -47,15 +72,29 @@ endef
 
 .PHONY: test
 test: install ## Lint, types and every test
-	@$(INSTALL) --vllm $(NEWEST) --browser
+	@$(MAKE) system-packages
+	@$(INSTALL) --vllm $(NEWEST)
 	$(call stage,Style and types,$(MAKE) lint)
 	$(call stage,Unit tests on vLLM 0.32.0,$(PY) -m pytest -q $(UNIT))
-	$(call stage,Unit tests on vLLM $(NEWEST),PYTHONPATH=$(CURDIR)/.venv/vllm-$(NEWEST) VLLM_TARGET_DEVICE=cpu $(PY) -m pytest -q $(UNIT))
+	$(call stage,Unit tests on vLLM $(NEWEST),$(call on,vllm-$(NEWEST)) $(PY) -m pytest -q $(UNIT))
 	$(call stage,Packaging and documentation,$(PY) -m pytest -q tests/packaging tests/docs)
 	$(call stage,Lab,$(PY) -m pytest -q tests/nixl_lab)
+	$(call stage,Benchmarks,$(PY) -m pytest -q tests/benchmarks)
 	$(call stage,Costs beside stock,$(PY) -m benchmarks --quick)
 	$(call stage,Real NIXL and real vLLM,$(PY) -m pytest -q $(REAL) --ignore $(FAULTS))
 	$(call stage,Network faults,$(PY) -m pytest -q $(FAULTS))
+
+# The only thing outside of the checkout that `make test` may touch: it says so, does it
+# as root alone, and without it only the tests that need it are skipped.
+.PHONY: system-packages
+system-packages:
+	@if command -v chromium > /dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  echo "Installing chromium from the distribution, to look at the drill's page"; \
+	  $(INSTALL) --browser; \
+	else \
+	  echo "No chromium, and no root to install it: tests of the drill's page skipped"; \
+	fi
 
 .PHONY: demo
 demo: install ## Kill a prefill and watch the decoder let go (SCENARIO=, STOCK=1)
@@ -63,6 +102,7 @@ demo: install ## Kill a prefill and watch the decoder let go (SCENARIO=, STOCK=1
 
 .PHONY: bench
 bench: install ## Measure costs and speed into docs/benchmarks (ONLY="step_cost ...", QUICK=1)
+	@$(INSTALL) --vllm $(NEWEST)
 	@$(PY) -m benchmarks $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: gpu-check
@@ -89,7 +129,7 @@ cherry-pick: ## Commit the connector into a fork (VLLM=path/to/checkout)
 
 .PHONY: lock
 lock: ## Resolve requirements/*.in anew with uv
-	@for name in build cpu-lab test lab; do \
+	@for name in build cpu-lab lint test lab; do \
 	  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 \
 	    --no-annotate --no-emit-package torch --no-emit-package triton \
 	    --override requirements/override.in \
@@ -99,5 +139,5 @@ lock: ## Resolve requirements/*.in anew with uv
 
 .PHONY: clean
 clean: ## Remove the environment and every cache
-	@rm -rf .venv .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-lint .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

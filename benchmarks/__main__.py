@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from benchmarks.common import ROOT, environment, use_checkout
 
 PARTS = (
     "step_cost",
+    "longest_step",
     "heartbeat_cost",
     "monitor_cost",
     "release_time",
@@ -24,7 +26,7 @@ PARTS = (
     "memory",
 )
 # Those that compare within seconds, for CI.
-QUICK_PARTS = ("step_cost", "heartbeat_cost", "fleet", "memory")
+QUICK_PARTS = ("step_cost", "longest_step", "fleet", "memory")
 
 
 def main() -> int:
@@ -32,7 +34,7 @@ def main() -> int:
     args = parse_args()
     parts = args.only or (QUICK_PARTS if args.quick else PARTS)
     if args.report:
-        write_report(args.output)
+        write_report(read_results(args.output), args.output)
         return 0
     if len(parts) == 1:
         return run_part(parts[0], args.quick, args.output)
@@ -79,28 +81,28 @@ def run_part(name: str, quick: bool, output: Path) -> int:
     print(f"--- {name}", flush=True)
     use_checkout()
     part = importlib.import_module(f"benchmarks.{name}")
-    machine = environment()
+    where = environment()
     start = time.monotonic()
     # The log of the workers under measurement is not the result.
     with contextlib.redirect_stdout(sys.stderr):
-        data = part.measure(quick)
+        figures = part.measure(quick)
     seconds = time.monotonic() - start
-    limits = part.guard(data) if quick else part.targets(data)
+    limits = part.guard(figures) if quick else part.targets(figures)
     for limit in limits:
         print(limit)
     if quick:
         return int(not all(limit.met for limit in limits))
     results = read_results(output)
     results[name] = {
-        "environment": machine,
+        "command": f'make bench ONLY="{name}"',
+        "environment": where,
         "seconds": round(seconds, 1),
-        "data": data,
+        "figures": figures,
         "targets": [vars(limit) | {"met": limit.met} for limit in limits],
     }
     output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dict(sorted(results.items())), indent=1)
-    (output / "results.json").write_text(f"{text}\n")
-    write_report(output)
+    (output / "results.json").write_text(dump(results))
+    write_report(results, output)
     return 0
 
 
@@ -110,11 +112,27 @@ def read_results(output: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def write_report(output: Path) -> None:
+def dump(results: dict[str, Any]) -> str:
+    """Return results as JSON for readers: five digits, a line for a row of numbers."""
+    short = json.loads(
+        json.dumps({name: results[name] for name in PARTS if name in results}),
+        parse_float=lambda text: float(f"{float(text):.5g}"),
+    )
+    return (
+        re.sub(
+            r"[{\[][^{}\[\]]*[}\]]",
+            lambda innermost: re.sub(r"\s*\n\s*", " ", innermost[0]),
+            json.dumps(short, indent=1),
+        )
+        + "\n"
+    )
+
+
+def write_report(results: dict[str, Any], output: Path) -> None:
     """Write the report and its plots from the kept results."""
     from benchmarks import report
 
-    report.write(read_results(output), output)
+    report.write(results, output, PARTS)
 
 
 if __name__ == "__main__":

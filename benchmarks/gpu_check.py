@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a release gives back on one NVIDIA GPU, and with which UCX setting.
+"""What a release gives back on one NVIDIA GPU, and what the UCX setting for it costs.
 
 A prefill process registers GPU memory with NIXL, a decode process reads it over
-cuda_ipc, the first is killed. Memory in use is recorded before the kill, after it,
-after the release and when the decode process has ended: with vLLM's connector and
-with ours, with UCX's cache of cuda_ipc mappings on (its default) and off. No vLLM
-server is started.
+cuda_ipc, the first is killed. Reads are timed, and memory in use is recorded before the
+kill, after it, after the release and when the decode process has ended: with vLLM's
+connector and with ours, with UCX's cache of cuda_ipc mappings on (its default) and off.
+No vLLM server is started.
 
 Takes a Python that has vLLM, NIXL and torch with CUDA.
 """
@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, use_checkout
+from benchmarks.common import environment, summary, use_checkout
 
 _INTERVAL_S = 0.5
 _RELEASE_TIMEOUT_S = 20.0
@@ -36,7 +36,9 @@ _STOCK_WATCH_S = 5.0
 _START_TIMEOUT_S = 240.0
 # The driver takes a moment to give a dead process's memory back.
 _SETTLE_S = 1.0
-_READ_BLOCKS = 8
+_READS = 20
+# Without a pause the steps would take NIXL's thread its core where there are few.
+_STEP_PAUSE_S = 0.0001
 _HOST = "127.0.0.1"
 _CACHE = "UCX_CUDA_IPC_CACHE"
 
@@ -48,18 +50,20 @@ class Device:
     Attributes:
         name: torch's name for it.
         num_blocks: Blocks of 64 KiB in the prefill's KV cache.
+        read_blocks: Those that the decoder reads at a time.
         tls: UCX's transports.
     """
 
     name: str
     num_blocks: int
+    read_blocks: int
     tls: str
 
 
 DEVICES = {
-    "cuda": Device("cuda", 16384, "cuda_ipc,cuda_copy,tcp,self"),
+    "cuda": Device("cuda", 16384, 256, "cuda_ipc,cuda_copy,tcp,self"),
     # A rehearsal: the same steps on memory that a death always gives back.
-    "cpu": Device("cpu", 512, "tcp,self"),
+    "cpu": Device("cpu", 512, 16, "tcp,self"),
 }
 
 
@@ -77,7 +81,7 @@ def main() -> int:
         return 1
     rows = []
     for stock in (True, False):
-        for cache in (None, "n"):
+        for cache in ("y", "n"):
             rows.append(check(DEVICES[args.device], stock, cache))
             print(describe(rows[-1]), flush=True)
     if args.output is not None:
@@ -110,13 +114,13 @@ def what_is_missing() -> str | None:
     return None
 
 
-def check(device: Device, stock: bool, cache: str | None) -> dict[str, Any]:
+def check(device: Device, stock: bool, cache: str) -> dict[str, Any]:
     """Kill a prefill that a decoder has read from; return the memory in use.
 
     Args:
         device: Where the KV caches are.
         stock: Whether the decoder runs vLLM's own connector.
-        cache: Value of `UCX_CUDA_IPC_CACHE`; None for UCX's default.
+        cache: Value of `UCX_CUDA_IPC_CACHE`; UCX's default is "y".
 
     """
     env = {
@@ -125,12 +129,12 @@ def check(device: Device, stock: bool, cache: str | None) -> dict[str, Any]:
         "UCX_PROTO_INFO": "y",
         "VLLM_TARGET_DEVICE": device.name,
         "VLLM_LOGGING_LEVEL": "INFO",
+        _CACHE: cache,
     }
-    if cache is not None:
-        env[_CACHE] = cache
     row: dict[str, Any] = {
         "connector": "stock" if stock else "ours",
-        _CACHE: cache or "default",
+        _CACHE: cache,
+        "read_mib": device.read_blocks / 16,
         "kv_cache_mib": device.num_blocks * 64 // 1024,
     }
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -142,7 +146,7 @@ def check(device: Device, stock: bool, cache: str | None) -> dict[str, Any]:
             )
             for name, run, *more in (
                 ("prefill", _run_prefill, device.num_blocks),
-                ("decode", _run_decoder, stock),
+                ("decode", _run_decoder, device.read_blocks, stock),
             )
         ]
         prefill, decoder = processes
@@ -152,7 +156,10 @@ def check(device: Device, stock: bool, cache: str | None) -> dict[str, Any]:
 
         port = prefill.answer(_START_TIMEOUT_S)
         decoder.answer(_START_TIMEOUT_S)
-        decoder.call("read", "prefill", _HOST, port, device.num_blocks)
+        row["first_read_ms"], *reads = decoder.call(
+            "read", "prefill", _HOST, port, device.num_blocks
+        )
+        row["read_ms"] = summary(reads)
         row["before_kill_mib"] = used()
         prefill.kill()
         time.sleep(_SETTLE_S)
@@ -191,7 +198,10 @@ def describe(row: dict[str, Any]) -> str:
     return (
         f"{row['connector']}, {_CACHE}={row[_CACHE]},"
         f" {row['kv_cache_mib']} MiB of KV cache,"
-        f" {'' if row['read_over_cuda_ipc'] else 'not '}over cuda_ipc; in use:"
+        f" {'' if row['read_over_cuda_ipc'] else 'not '}over cuda_ipc;"
+        f" a read of {row['read_mib']:.0f} MiB takes"
+        f" {row['read_ms']['median']:.2f} ms, the first {row['first_read_ms']:.0f};"
+        " in use:"
         f" {row['before_kill_mib']:.0f} MiB before the kill,"
         f" {row['after_kill_mib']:.0f} after it, {row['after_release_mib']:.0f}"
         f" {'without a release' if released is None else 'after the release'},"
@@ -255,7 +265,7 @@ def _prepare(log: str, device: str, env: dict[str, str], model: str) -> None:
     os.dup2(fd, 2)
     os.environ.update(env)
     use_checkout()
-    import worker_factory
+    from tests.v1.kv_connector.unit.nixl_peers import worker_factory
 
     worker_factory.DEVICE = device
     with contextlib.suppress(FileExistsError):
@@ -272,8 +282,8 @@ def _run_prefill(
     num_blocks: int,
 ) -> None:
     _prepare(log, device, env, model)
-    from peers import free_port
-    from prefill_process import PrefillProcess, serve
+    from tests.support.ports import free_port
+    from tests.support.prefill_process import PrefillProcess, serve
 
     port = free_port()
     process = PrefillProcess("prefill", _HOST, port, num_blocks, True, {})
@@ -288,18 +298,19 @@ def _run_decoder(
     device: str,
     env: dict[str, str],
     model: str,
+    read_blocks: int,
     stock: bool,
 ) -> None:
     _prepare(log, device, env, model)
-    from peers import Decoder, RemotePrefill
-    from prefill_process import serve
+    from tests.support.peers import Decoder, RemotePrefill
+    from tests.support.prefill_process import serve
 
     class Process:
         stepping = True
 
         def __init__(self) -> None:
             self._decoder = Decoder(
-                num_blocks=_READ_BLOCKS,
+                num_blocks=read_blocks,
                 env=env,
                 peer_heartbeat_interval=0 if stock else _INTERVAL_S,
             )
@@ -307,10 +318,26 @@ def _run_decoder(
         def step(self) -> None:
             self._decoder.step()
 
-        def read(self, engine_id: str, host: str, port: int, num_blocks: int) -> None:
-            """Read every block of the KV cache's start, and check the bytes."""
+        def read(
+            self, engine_id: str, host: str, port: int, num_blocks: int
+        ) -> list[float]:
+            """Read again and again, check the bytes; return the milliseconds of each.
+
+            The first one shakes hands as well.
+            """
             prefill = RemotePrefill(engine_id, host, port, num_blocks)
-            self._decoder.read(prefill, range(_READ_BLOCKS))
+            blocks = list(range(read_blocks))
+            took = []
+            for _ in range(1 + _READS):
+                request = self._decoder.start(prefill, blocks)
+                start = time.perf_counter()
+                while request not in self._decoder.finished:
+                    self._decoder.step()
+                    time.sleep(_STEP_PAUSE_S)
+                    assert not self._decoder.failed, self._decoder.evidence()
+                took.append((time.perf_counter() - start) * 1e3)
+            self._decoder.check(prefill, blocks, blocks)
+            return took
 
         def wait_released(self, timeout: float) -> float | None:
             """Step until nothing is connected; return the seconds, None if never."""

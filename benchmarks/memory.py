@@ -9,17 +9,15 @@ import time
 import tracemalloc
 from typing import Any
 
-from peers import Decoder, Nursery
-from prefill_process import rss_bytes
-
 from benchmarks.common import Limit
-from benchmarks.peers_pool import connect, running_nursery, start_crowd
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
-    DEFAULT_HEARTBEAT_INTERVAL_S,
-    PeerTable,
-)
+from benchmarks.fakes import connected_decoder
+from benchmarks.peers_pool import running_fork_server
+from tests.support.fork_server import ForkServer
+from tests.support.peers import Decoder
+from tests.support.prefill_group import PrefillGroup, connect
+from tests.support.prefill_process import rss_bytes
 
-_PEERS = 1000
+_PEERS = 300
 _CYCLES = 200
 # What Python and NIXL set aside once is there by then.
 _WARM_UP = 40
@@ -35,35 +33,37 @@ def measure(quick: bool) -> dict[str, Any]:
     data: dict[str, Any] = {"peer_bytes": bytes_per_peer()}
     if quick:
         return data
-    with running_nursery() as nursery:
+    with running_fork_server() as fork_server:
         for name, interval in (("stock", 0.0), ("ours", _INTERVAL_S)):
-            data[name] = _kill_and_replace(nursery, name, interval)
+            data[name] = _kill_and_replace(fork_server, name, interval)
     return data
 
 
 def bytes_per_peer(peers: int = _PEERS) -> float:
-    """Return the bytes that the table keeps for a peer, its schedule included."""
-    table = PeerTable(DEFAULT_HEARTBEAT_INTERVAL_S)
-    # Ids and addresses are the worker's own.
-    ids = [f"engine-{number}" for number in range(peers)]
-    address = ("10.0.0.1", 5600)
-    gc.collect()
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        for number, engine_id in enumerate(ids):
-            table.connect(engine_id, number / peers, address)
-        now = 0.0
-        for _ in range(20):
-            now += table.interval
-            while table.take_due(now, {}) is not None:
-                pass
-        return (tracemalloc.get_traced_memory()[0] - before) / peers
-    finally:
-        tracemalloc.stop()
+    """Return the bytes that a connected peer takes on Python's heap beyond stock's."""
+    ours, stock = (_heap_growth(peers, interval) for interval in (2.0, 0.0))
+    return (ours - stock) / peers
 
 
-def _kill_and_replace(nursery: Nursery, name: str, interval: float) -> dict[str, Any]:
+def _heap_growth(peers: int, interval: float) -> int:
+    with connected_decoder(interval, []) as decoder:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for number in range(peers):
+                decoder.connect(f"peer-{number}")
+            # Long enough for every peer's place in the schedule to have moved.
+            decoder.steps(duration=60.0, every=1.0)
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+
+
+def _kill_and_replace(
+    fork_server: ForkServer, name: str, interval: float
+) -> dict[str, Any]:
     """Kill a prefill and start another one at its address, over and over.
 
     Stock lets go of a dead one when its replacement shakes hands, ours before.
@@ -72,14 +72,14 @@ def _kill_and_replace(nursery: Nursery, name: str, interval: float) -> dict[str,
     port = None
     with contextlib.closing(Decoder(name, peer_heartbeat_interval=interval)) as decoder:
         for cycle in range(_CYCLES + 1):
-            crowd = start_crowd(nursery, decoder, f"{name}-{cycle}", 1, port)
-            port = crowd.prefills[0].port
-            connect(decoder, crowd.prefills)
+            group = PrefillGroup(fork_server, decoder, f"{name}-{cycle}", 1, port)
+            port = group.prefills[0].port
+            connect(decoder, group.prefills)
             decoder.wait_until(lambda: len(decoder.connected) == 1, _RELEASE_TIMEOUT_S)
             if cycle % _SAMPLE_EVERY == 0:
                 gc.collect()
                 samples.append(_sample(cycle))
-            crowd.child.close()
+            group.child.close()
             if interval:
                 decoder.wait_until(lambda: not decoder.connected, _RELEASE_TIMEOUT_S)
     warm = [sample for sample in samples if sample["cycle"] >= _WARM_UP]

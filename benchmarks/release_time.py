@@ -12,10 +12,11 @@ import random
 import time
 from typing import Any
 
-from peers import Decoder, Nursery
-
 from benchmarks.common import Limit, summary
-from benchmarks.peers_pool import Crowd, connect, running_nursery, start_crowd
+from benchmarks.peers_pool import running_fork_server
+from tests.support.fork_server import ForkServer
+from tests.support.peers import Decoder
+from tests.support.prefill_group import PrefillGroup, connect
 
 INTERVALS_S = (0.5, 2.0, 5.0)
 KILLS = 50
@@ -32,10 +33,10 @@ def measure(quick: bool) -> dict[str, Any]:
     """Kill prefills at several intervals, with decoders that step and that idle."""
     kills = _QUICK_KILLS if quick else KILLS
     rows = []
-    with running_nursery() as nursery:
+    with running_fork_server() as fork_server:
         for interval in _QUICK_INTERVALS_S if quick else INTERVALS_S:
             for busy in (True, False):
-                with contextlib.closing(_Watch(nursery, interval, busy)) as watch:
+                with contextlib.closing(_Watch(fork_server, interval, busy)) as watch:
                     rows.append(watch.run(kills))
     return {"rows": rows}
 
@@ -43,8 +44,8 @@ def measure(quick: bool) -> dict[str, Any]:
 class _Watch:
     """Two decoders, and what becomes of the prefills they are connected to."""
 
-    def __init__(self, nursery: Nursery, interval: float, busy: bool):
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, interval: float, busy: bool):
+        self._fork_server = fork_server
         self._interval = interval
         self._busy = busy
         self._random = random.Random(f"{interval} {busy}")
@@ -58,9 +59,9 @@ class _Watch:
         self._killed: dict[str, float] = {}
         self._released: dict[str, dict[str, float]] = {"ours": {}, "stock": {}}
 
-    def _start(self, kind: str) -> Crowd:
+    def _start(self, kind: str) -> PrefillGroup:
         name = f"{kind}-{next(self._names)}"
-        return start_crowd(self._nursery, self._ours, name, 1)
+        return PrefillGroup(self._fork_server, self._ours, name, 1)
 
     def run(self, kills: int) -> dict[str, Any]:
         """Kill that many prefills; return what was seen."""
@@ -82,26 +83,26 @@ class _Watch:
         }
 
     def _round(self, kills: int) -> None:
-        victims = [self._start("victim") for _ in range(kills)]
+        targets = [self._start("target") for _ in range(kills)]
         try:
-            for victim in victims:
+            for target in targets:
                 for decoder in (self._ours, self._stock):
-                    connect(decoder, victim.prefills)
+                    connect(decoder, target.prefills)
                 self._pass_time(self._random.uniform(0, self._interval / kills))
             # An idle decoder's monitor takes over an interval after the last step.
             self._pass_time(2 * self._interval)
-            for victim in victims:
+            for target in targets:
                 self._pass_time(self._random.uniform(0, 2 * self._interval / kills))
-                self._killed[victim.engine_ids[0]] = time.monotonic()
-                victim.child.kill()
+                self._killed[target.engine_ids[0]] = time.monotonic()
+                target.child.kill()
             deadline = time.monotonic() + _GIVE_UP_INTERVALS * self._interval
             while time.monotonic() < deadline and (
                 len(self._released["ours"]) < len(self._killed)
             ):
                 self._pass_time(_POLL_S)
         finally:
-            for victim in victims:
-                victim.child.close()
+            for target in targets:
+                target.child.close()
 
     def _pass_time(self, seconds: float) -> None:
         """Let time pass, with steps and reads or without; look for releases."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.common import Limit, quantile, summary
+from benchmarks.common import Limit, interval_of_median, summary
 from nixl_lab.arguments import DEFAULT_INTERVAL
 from nixl_lab.client import completion_body, make_prompts
 from nixl_lab.lab import Lab, running_lab
@@ -83,13 +83,6 @@ async def _measure(quick: bool) -> dict[str, Any]:
             "ratio_95": interval_of_median(ratios),
         }
     return result
-
-
-def interval_of_median(values: list[float]) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the median of ten or so values."""
-    ordered = sorted(values)
-    # Of ten values, the second and the last but one (97.9 %).
-    return quantile(ordered, 1 / 9), quantile(ordered, 8 / 9)
 
 
 def _signal(lab: Lab, number: signal.Signals) -> None:

@@ -6,24 +6,41 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from peers import Decoder, Nursery, Prefill
+
+from tests.support.fork_server import ForkServer
+from tests.support.peers import Decoder, Prefill
+from tests.support.prefill_group import PrefillGroup
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """The process that forks prefills; started once, vLLM's import is slow."""
-    with contextlib.closing(Nursery(tmp_path_factory.mktemp("prefills"))) as nursery:
-        yield nursery
+    with contextlib.closing(
+        ForkServer(tmp_path_factory.mktemp("prefills"))
+    ) as fork_server:
+        yield fork_server
 
 
 @pytest.fixture
-def start_prefill(nursery: Nursery) -> Iterator[Callable[..., Prefill]]:
+def start_prefill(fork_server: ForkServer) -> Iterator[Callable[..., Prefill]]:
     """Starts a prefill: takes an engine id and the arguments of `Prefill`."""
     with contextlib.ExitStack() as stack:
 
         def start(engine_id: str, **arguments: object) -> Prefill:
-            prefill = Prefill(nursery, engine_id, **arguments)
+            prefill = Prefill(fork_server, engine_id, **arguments)
             return stack.enter_context(contextlib.closing(prefill))
+
+        yield start
+
+
+@pytest.fixture
+def start_group(fork_server: ForkServer) -> Iterator[Callable[..., PrefillGroup]]:
+    """Starts prefills in one process: takes the arguments of `PrefillGroup`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: object) -> PrefillGroup:
+            group = PrefillGroup(fork_server, *arguments)
+            return stack.enter_context(contextlib.closing(group))
 
         yield start
 

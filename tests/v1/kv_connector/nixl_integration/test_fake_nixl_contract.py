@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from agent_process import make_agent
-from fake_nixl import FakeNixl, PeerState
 from nixl._bindings import (
     nixlNotAllowedError,
     nixlNotFoundError,
     nixlRemoteDisconnectError,
 )
-from peers import DEFAULT_ENV, Child, Nursery, environment, wait_until
+
+from tests.support.agent_process import make_agent
+from tests.support.fork_server import DEFAULT_ENV, Child, ForkServer, environment
+from tests.support.waiting import wait_until
+from tests.v1.kv_connector.unit.nixl_peers.fake_nixl import FakeNixl, PeerState
 
 PIECES = 16
 PIECE = 1 << 20
@@ -155,12 +157,14 @@ def side(request: pytest.FixtureRequest) -> Iterator[Side]:
         yield side
         assert side.agent.violations == []
         return
-    nursery: Nursery = request.getfixturevalue("nursery")
+    fork_server: ForkServer = request.getfixturevalue("fork_server")
     with contextlib.ExitStack() as stack:
 
         def spawn() -> Child:
             arguments = {"name": "peer", "size": PIECES * PIECE}
-            child = nursery.spawn("peer", "agent_process:AgentProcess", arguments, {})
+            child = fork_server.spawn(
+                "peer", "tests.support.agent_process:AgentProcess", arguments, {}
+            )
             return stack.enter_context(contextlib.closing(child))
 
         side = RealSide(spawn)

@@ -8,7 +8,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from peers import Decoder, Nursery, Prefill, wait_until
+
+from tests.support.fork_server import ForkServer
+from tests.support.peers import Decoder, Prefill
+from tests.support.waiting import wait_until
 
 INTERVAL = 0.5
 RELEASED_WITHIN = 2 * INTERVAL + 1.0
@@ -32,14 +35,14 @@ def test_an_idle_decoder_releases_a_killed_prefill(
     make_decoder: MakeDecoder, start_prefill: StartPrefill
 ):
     decoder = make_decoder(peer_heartbeat_interval=INTERVAL)
-    victim, survivor = start_prefill("victim"), start_prefill("survivor")
+    target, survivor = start_prefill("target"), start_prefill("survivor")
     decoder.read(survivor)
-    decoder.read(victim)
-    agent = decoder.agent_of("victim")
+    decoder.read(target)
+    agent = decoder.agent_of("target")
 
-    victim.kill()
+    target.kill()
     # The monitor logs the release when it is through with it.
-    released = "NIXL peer released: victim"
+    released = "NIXL peer released: target"
     took = decoder.wait_until(lambda: decoder.lines(released), 30, stepping=False)
 
     assert took < RELEASED_WITHIN, decoder.evidence()
@@ -47,29 +50,29 @@ def test_an_idle_decoder_releases_a_killed_prefill(
     assert not decoder.worker.nixl_wrapper.check_remote_metadata(agent)
     assert len(decoder.lines(released)) == 1
     decoder.read(survivor)
-    replacement = start_prefill("replacement", port=victim.port)
+    replacement = start_prefill("replacement", port=target.port)
     decoder.read(replacement)
     assert decoder.agent.violations == []
 
 
-def test_the_monitor_never_releases_under_an_open_read(
+def test_the_monitor_never_releases_under_a_read_in_flight(
     make_decoder: MakeDecoder, start_prefill: StartPrefill
 ):
     decoder = make_decoder(peer_heartbeat_interval=INTERVAL, num_blocks=4096)
-    victim = start_prefill("victim", num_blocks=4096)
-    decoder.read(victim)
-    req_id = decoder.start(victim, range(4096))
+    target = start_prefill("target", num_blocks=4096)
+    decoder.read(target)
+    req_id = decoder.start(target, range(4096))
     decoder.step()
-    victim.kill()
+    target.kill()
 
     decoder.wait_until(
-        lambda: decoder.lines("NIXL peer held by open reads: victim"),
+        lambda: decoder.lines("NIXL peer release deferred by in-flight reads: target"),
         RELEASED_WITHIN + 10,
         stepping=False,
     )
-    held_until = time.monotonic() + 2 * INTERVAL
-    decoder.wait_until(lambda: time.monotonic() > held_until, 30, stepping=False)
-    assert decoder.connected == {"victim"}
+    deferred_until = time.monotonic() + 2 * INTERVAL
+    decoder.wait_until(lambda: time.monotonic() > deferred_until, 30, stepping=False)
+    assert decoder.connected == {"target"}
 
     decoder.wait_until(lambda: not decoder.connected, 10)
     assert decoder.failed == [req_id]
@@ -101,9 +104,9 @@ def test_shutdown_during_a_release(
     monkeypatch: pytest.MonkeyPatch,
 ):
     decoder = make_decoder(peer_heartbeat_interval=INTERVAL)
-    victim, survivor = start_prefill("victim"), start_prefill("survivor")
+    target, survivor = start_prefill("target"), start_prefill("survivor")
     decoder.read(survivor)
-    decoder.read(victim)
+    decoder.read(target)
     releasing = threading.Event()
     remove = decoder.agent.remove_remote_agent
 
@@ -115,7 +118,7 @@ def test_shutdown_during_a_release(
     monkeypatch.setattr(
         decoder.agent, "remove_remote_agent", remove_slowly, raising=False
     )
-    victim.kill()
+    target.kill()
     assert releasing.wait(RELEASED_WITHIN + 10), decoder.evidence()
     monkeypatch.undo()
     start = time.monotonic()
@@ -129,7 +132,7 @@ def test_shutdown_during_a_release(
 
 @pytest.mark.parametrize("shut_down", [True, False])
 def test_nothing_is_printed_at_exit(
-    nursery: Nursery, start_prefill: StartPrefill, shut_down: bool
+    fork_server: ForkServer, start_prefill: StartPrefill, shut_down: bool
 ):
     prefill = start_prefill("prefill")
 
@@ -138,8 +141,8 @@ def test_nothing_is_printed_at_exit(
             "engine_id": "decoder",
             "extra": {"peer_heartbeat_interval": interval},
         }
-        child = nursery.spawn(
-            "decoder", "decoder_process:DecoderProcess", arguments, {}
+        child = fork_server.spawn(
+            "decoder", "tests.support.decoder_process:DecoderProcess", arguments, {}
         )
         with contextlib.closing(child):
             has_monitor = child.call(

@@ -16,10 +16,7 @@ from nixl_lab.client import complete, make_prompts, prefill_only
 from nixl_lab.lab import relevant_log
 from nixl_lab.model import ensure_model
 from nixl_lab.servers import Deployment, ServerOptions, VllmServer
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.admin import (
-    EXTENSION,
-    PATH,
-)
+from vllm_nixl_heartbeat.http import EXTENSION, PATH, NixlPeerAdmin
 
 KEY = "secret"
 INTERVAL = 1.0
@@ -28,13 +25,15 @@ PREFIX = "vllm:nixl_"
 EVENTS = (
     "peer_heartbeats_failed_total",
     "peers_unreachable_total",
-    "peers_silent_total",
+    "peers_suspected_total",
     "peers_released_total",
     "peers_reconnected_total",
     "peer_requests_refused_total",
-    "peer_releases_held_total",
+    "peer_releases_deferred_total",
     "peer_release_seconds_count",
     "connected_peers",
+    "suspect_peers",
+    "deferred_peer_releases",
 )
 
 
@@ -92,7 +91,7 @@ class Operator:
         async with self.session.get(f"{self.decoder.url}{PATH}") as response:
             assert response.status == 200, await response.text()
             (rank,) = (await response.json())["ranks"]
-        return rank
+        return rank["peers"]
 
     async def release(self, **name: str) -> dict[str, Any]:
         """Release a peer of the decoder."""
@@ -111,7 +110,7 @@ async def test_an_operator_sees_and_steers_the_release(tmp_path: Path):
         log_dir=tmp_path,
         interval=INTERVAL,
         env={
-            "VLLM_PLUGINS": "nixl_heartbeat,nixl_peer_control",
+            "VLLM_PLUGINS": f"nixl_heartbeat,{NixlPeerAdmin.name}",
             "VLLM_API_KEY": KEY,
         },
         flags=("--worker-extension-cls", EXTENSION),
@@ -141,13 +140,14 @@ async def test_an_operator_sees_and_steers_the_release(tmp_path: Path):
         (peer,) = await operator.peers()
         assert peer["engine_id"] == engine_id
         assert peer["address"] == f"127.0.0.1:{prefill.side_channel_port}"
-        assert peer["state"] == "connected" and peer["open_reads"] == 0
+        assert peer["state"] == "connected" and peer["in_flight_reads"] == 0
 
         # Released by hand, twice; the next request connects again.
         released = await operator.release(address=peer["address"])
         assert released["result"] == "released"
         assert released["engine_ids"] == [engine_id]
-        assert (await operator.release(engine_id=engine_id))["result"] == "unknown"
+        unknown = await operator.release(engine_id=engine_id)
+        assert unknown["result"] == "unknown" and unknown["known"] == []
         assert await operator.peers() == []
         params = await operator.read()
         events = {

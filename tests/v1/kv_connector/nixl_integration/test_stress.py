@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from peers import Decoder, Prefill
+
+from tests.support.peers import Decoder, Prefill
 
 DURATION_S = 60.0
 BLOCKS = 64
@@ -104,10 +105,10 @@ class Stress:
         """Kill a prefill; a replacement starts while the others go on."""
         if len(self.prefills) < PREFILLS - 1 or self._starting:
             return
-        victim = self.prefills.pop(self.random.randrange(len(self.prefills)))
-        victim.kill()
-        self.killed.append(victim)
-        self._starting.append(self._starter.submit(self._new_prefill, victim.port))
+        target = self.prefills.pop(self.random.randrange(len(self.prefills)))
+        target.kill()
+        self.killed.append(target)
+        self._starting.append(self._starter.submit(self._new_prefill, target.port))
         self.done["kills"] += 1
 
     def freeze(self) -> None:

@@ -16,11 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from .decoder import Decoder
-from .fake_nixl import FakeNixl, PeerState
 from fake_side_channel import FakeSideChannel
 from nixl._bindings import nixlBackendError, nixlRemoteDisconnectError
-from .worker_factory import make_connector
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
@@ -45,6 +42,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.monitor import (
     SideChannel,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import Verdict
+
+from .decoder import Decoder
+from .fake_nixl import FakeNixl, PeerState
+from .worker_factory import make_connector
 
 INTERVAL = 2.0
 FIRST_BEAT = 1.1 * INTERVAL

@@ -12,8 +12,6 @@ import threading
 from typing import Any
 
 import pytest
-from .decoder import Decoder, make_decoder
-from .fake_nixl import PeerState
 from fake_side_channel import FakeSideChannel
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,6 +30,9 @@ from nixl._bindings import (
 )
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorMetadata
+
+from .decoder import Decoder, make_decoder
+from .fake_nixl import PeerState
 
 # Engines with their number of ranks and their port; two share an address, as a
 # prefill and its replacement do.

@@ -5,10 +5,8 @@
 from typing import Any
 
 import pytest
-from .decoder import Decoder
 from nixl._bindings import nixlBackendError, nixlRemoteDisconnectError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from .worker_factory import make_vllm_config
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import NixlConnector
@@ -17,6 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.stats import (
     NixlPeerStats,
     PeerEvents,
 )
+
+from .decoder import Decoder
+from .worker_factory import make_vllm_config
 
 
 def events(decoder: Decoder) -> dict[str, list[float]]:

@@ -3,12 +3,13 @@
 """The start-up check of UCX's settings."""
 
 import pytest
-from .decoder import make_decoder
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.ucx import (
     ucx_setting_problems,
 )
+
+from .decoder import make_decoder
 
 GOOD = {
     "UCX_CUDA_IPC_CACHE": "n",

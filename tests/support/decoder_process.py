@@ -5,7 +5,7 @@
 import sys
 from typing import Any
 
-from peers import Decoder, RemotePrefill
+from tests.support.peers import Decoder, RemotePrefill
 
 
 class DecoderProcess:

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import torch
 from nixl._api import nixl_agent, nixl_agent_config
-from prefill_process import building_worker, serve_side_channel
+
+from tests.support.prefill_process import building_worker, serve_side_channel
 
 
 def make_agent(name: str) -> nixl_agent:
@@ -42,7 +43,7 @@ class AgentProcess:
         self._agent.send_notif(self._agent.add_remote_agent(metadata), message)
 
 
-class PrefillCrowdProcess:
+class PrefillGroupProcess:
     """Many prefills: an agent and a side channel each, one memory for all.
 
     The agents have no progress thread, which would spin on a core each; a step
@@ -82,7 +83,8 @@ class PrefillCrowdProcess:
             base = self._memory.data_ptr()
             metadata.kv_caches_base_addr = [base] * len(metadata.kv_caches_base_addr)
             reply.agent_metadata_bytes = msgspec.msgpack.encode(metadata)
-            serve_side_channel(msgspec.msgpack.encode(reply), "127.0.0.1", port)
+            payloads = {(0, 0): msgspec.msgpack.encode(reply)}
+            serve_side_channel(payloads, "127.0.0.1", port)
 
     def step(self) -> None:
         """Make progress on every agent and drop its notifications."""

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Network namespaces to put prefills in, and what can go wrong on the way there.
 
-``Home`` is a thread in a network namespace of its own, where decoders live: nobody
-else on the machine sees its devices, which any other UCX would use too. A ``Link``
-joins it to a namespace for prefills.
+``NamespaceThread`` is a thread in a network namespace of its own, where decoders live:
+nobody else on the machine sees its devices, which any other UCX would use too. A
+``VethPair`` joins it to a namespace for prefills.
 """
 
 import contextlib
@@ -39,20 +39,23 @@ def _ip(netns: str | None, *command: str) -> None:
     _run("ip", *(["-n", netns] if netns else []), *command)
 
 
-def why_no_links() -> str | None:
-    """Return why this machine lets us make no links, or None if it does."""
+def why_no_namespaces() -> str | None:
+    """Return why this machine lets us make no namespaces, or None if it does."""
     for command in ("ip", "ss", "mount"):
         if shutil.which(command) is None:
             return f"the command {command} is missing"
     try:
-        with contextlib.closing(Home()) as home:
-            return home.run(_why_no_links)
+        with contextlib.closing(NamespaceThread()) as namespace:
+            return namespace.run(_why_no_namespaces)
     except OSError as e:
         return f"network namespaces are not permitted: {e}"
 
 
-def _why_no_links() -> str | None:
-    with contextlib.closing(Link()), socket.create_server(("127.0.0.1", 0)) as server:
+def _why_no_namespaces() -> str | None:
+    with (
+        contextlib.closing(VethPair()),
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             _run("ss", "-K", "-t", "dport", "=", f":{port}")
@@ -63,7 +66,7 @@ def _why_no_links() -> str | None:
     return "the kernel does not take ss -K (CONFIG_INET_DIAG_DESTROY)"
 
 
-class Home:
+class NamespaceThread:
     """A thread in a network namespace of its own."""
 
     def __init__(self) -> None:
@@ -73,7 +76,7 @@ class Home:
             OSError: If that is not permitted.
 
         """
-        self._executor = ThreadPoolExecutor(1, "home")
+        self._executor = ThreadPoolExecutor(1, "namespace")
         try:
             self.run(self._move_out)
         except OSError:
@@ -99,20 +102,20 @@ class Home:
         self._executor.shutdown()
 
 
-def at_home(test: Callable[..., None]) -> Callable[..., None]:
-    """Let a test run in the thread of its fixture ``home``."""
+def in_namespace(test: Callable[..., None]) -> Callable[..., None]:
+    """Let a test run in the thread of its fixture ``namespace``."""
 
     @functools.wraps(test)
-    def run(home: Home, **fixtures: Any) -> None:
-        home.run(test, home=home, **fixtures)
+    def run(namespace: NamespaceThread, **fixtures: Any) -> None:
+        namespace.run(test, namespace=namespace, **fixtures)
 
     return run
 
 
-class Link:
-    """A namespace for prefills, joined to home by a pair of virtual devices.
+class VethPair:
+    """A namespace for prefills, joined to the thread's by a pair of virtual devices.
 
-    Only for the thread of a `Home`.
+    Only for the thread of a `NamespaceThread`.
     """
 
     def __init__(self) -> None:
@@ -125,12 +128,12 @@ class Link:
         number = next(_numbers)
         self.netns = f"nixl-{os.getpid()}-{number}"
         """Name of the namespace."""
-        self._device = f"link{number}"
-        home_address, self.address = f"10.233.{number}.1", f"10.233.{number}.2"
+        self._device = f"veth{number}"
+        near_address, self.address = f"10.233.{number}.1", f"10.233.{number}.2"
         # Namespace, own address and the other one, of either end.
         self._ends: tuple[tuple[str | None, str, str], ...] = (
-            (None, home_address, self.address),
-            (self.netns, self.address, home_address),
+            (None, near_address, self.address),
+            (self.netns, self.address, near_address),
         )
         with contextlib.ExitStack() as undo:
             _ip(None, "netns", "add", self.netns)
@@ -162,14 +165,14 @@ class Link:
             for netns, _, other in self._ends:
                 _ip(netns, "neighbour", "del", other, "dev", self._device)
 
-    def reset_connections(self, at_home: bool) -> int:
+    def reset_connections(self, by_decoder: bool) -> int:
         """Abort every established TCP connection; return how many there were.
 
         Args:
-            at_home: Which end aborts; the other one gets a RST.
+            by_decoder: Which end aborts; the other one gets a RST.
 
         """
-        netns, _, other = self._ends[not at_home]
+        netns, _, other = self._ends[not by_decoder]
         where = ["-N", netns] if netns else []
         killed = _run("ss", *where, "-KHtn", "state", "established", "dst", other)
         return len(killed.splitlines())

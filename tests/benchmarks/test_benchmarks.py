@@ -10,31 +10,33 @@ from typing import Any
 
 import pytest
 
+from benchmarks import __main__ as program
 from benchmarks import common, gpu_check
 
 common.use_checkout()
 
-from benchmarks import fleet, report, step_cost, throughput  # noqa: E402
+from benchmarks import fleet, longest_step, step_cost  # noqa: E402
 
-SMALL = fleet.Fleet("small", decoders=4, prefills=6, ranks=1, sample=4)
+SMALL = fleet.Fleet("small", decoders=4, prefills=12, sample=4)
 
 
 # -- Statistics and limits -----------------------------------------------------------
 
 
 def test_quantiles_interpolate():
-    assert common.quantile([1.0, 2.0, 4.0], 0.5) == 2.0
-    assert common.quantile([1.0, 2.0, 4.0], 0.75) == 3.0
-    assert common.quantile([7.0], 0.95) == 7.0
+    found = common.summary([1.0, 2.0, 4.0])
+    assert (found["median"], found["p75"], found["max"]) == (2.0, 3.0, 4.0)
+    assert common.summary([7.0])["p95"] == 7.0
 
 
 def test_a_summary_does_not_depend_on_the_order():
     assert common.summary([3, 1, 2]) == common.summary([1, 2, 3])
-    assert common.summary([3, 1, 2])["median"] == 2
 
 
-def test_the_interval_of_a_median_leaves_out_both_ends():
-    assert throughput.interval_of_median([float(n) for n in range(10)]) == (1, 8)
+def test_the_interval_of_a_median_holds_it_and_leaves_out_the_ends():
+    low, high = common.interval_of_median(range(10))
+    assert 0 < low < 4.5 < high < 9
+    assert common.interval_of_median(range(10)) == (low, high)
 
 
 def test_a_limit_says_whether_it_is_met():
@@ -51,22 +53,14 @@ def test_a_limit_says_whether_it_is_met():
 def test_a_small_fleet_comes_through(scenario: str):
     row = fleet.simulate(SMALL, scenario)
 
-    assert row["connections_lost_unreleased"] == 0
-    assert row["connected_at_end"] > 0.9
-    beats = row["heartbeats_per_prefill_rank_and_s"]
-    assert 0 < beats["mean_per_s"] < row["most_heartbeats_per_prefill_rank_and_s"]
+    assert 0 < row["heartbeats_per_s"] < row["heartbeats_bound"]
+    assert row["unreleased"] == 0
     if scenario == "nothing happens":
         assert row["release_s"] is None
-        assert row["handshakes_per_prefill_rank"]["mean_per_s"] == 0
-        assert row["failed_requests_share"] == 0
     else:
-        assert row["release_s"]["count"] >= SMALL.sample
-        assert row["release_s"]["p95"] < 3
-
-
-def test_a_prefill_in_use_is_released_within_an_interval():
-    row = fleet.simulate(SMALL, "all prefills restart at once")
-    assert row["release_s"]["max"] <= SMALL.interval * 1.1 + 0.1
+        # All are in use, so a heartbeat comes within an interval and its jitter.
+        assert row["release_s"]["count"] >= 10 * SMALL.sample
+        assert row["release_s"]["max"] <= 2.3
 
 
 # -- The guard ------------------------------------------------------------------------
@@ -80,27 +74,35 @@ def test_the_step_cost_guard_looks_at_ratios():
     assert target.met
 
 
+def test_the_longest_step_is_held_against_stocks():
+    compared = {"ratio": 1.3, "more_ms": 2.5}
+    figures = {
+        "loading": [{"vllm": "0.33.0", "case": "2 descriptors", **compared}],
+        "deaths": {"dead": 1, "peers": 2, **compared},
+        "due": {"peers": 3, **compared},
+    }
+    assert [limit.met for limit in longest_step.targets(figures)] == [False] * 3
+    assert all(limit.met for limit in longest_step.guard(figures))
+
+
 # -- The report ----------------------------------------------------------------------
-
-
-def numbers(value: float) -> dict[str, float]:
-    return common.summary([value, value + 1])
 
 
 @pytest.fixture
 def results() -> dict[str, Any]:
     """A part with every kind of content; the others are missing."""
-    row = {"peers": 10}
+    row: dict[str, Any] = {"peers": 10}
     for clock in ("cpu", "wall"):
         names = ("ours", "stock", "added")
-        row[f"{clock}_us"] = {n: numbers(1.0) for n in names} | {"ratio": 1.1}
+        row[f"{clock}_us"] = {n: common.summary([1.0, 2.0]) for n in names}
+        row[f"{clock}_us"]["ratio"] = 1.1
     limit = common.Limit("step with 10 peers", 1.5, 1.0, "us")
-    machine = common.environment()
     return {
         "step_cost": {
-            "environment": machine,
+            "command": "make bench",
+            "environment": common.environment(),
             "seconds": 1.0,
-            "data": {"rows": [row]},
+            "figures": {"rows": [row]},
             "targets": [vars(limit) | {"met": limit.met}],
         }
     }
@@ -109,21 +111,36 @@ def results() -> dict[str, Any]:
 def test_a_report_shows_what_was_missed_and_what_was_not_run(
     results: dict[str, Any], tmp_path: Path
 ):
-    report.write(json.loads(json.dumps(results)), tmp_path)
+    program.write_report(json.loads(program.dump(results)), tmp_path)
 
     text = (tmp_path / "README.md").read_text()
     assert "1 of 1 missed" in text
-    assert "step with 10 peers: 1.5 us, at most 1" in text
-    assert text.count("Not run yet.") == 6
+    assert "step with 10 peers: 1.5 us, at most 1\n" in text
+    assert text.count("Not run yet.") == len(program.PARTS) - 1
+    assert "| 10 | 1.50 (1.25 to 1.75) |" in text
     assert "(step_cost.svg)" in text
-    assert (tmp_path / "step_cost.svg").read_text().startswith("<?xml")
+    assert "connected peers</text>" in (tmp_path / "step_cost.svg").read_text()
 
 
 def test_a_report_is_the_same_again(results: dict[str, Any], tmp_path: Path):
-    report.write(results, tmp_path)
+    program.write_report(results, tmp_path)
     first = (tmp_path / "step_cost.svg").read_bytes()
-    report.write(results, tmp_path)
+    program.write_report(results, tmp_path)
     assert (tmp_path / "step_cost.svg").read_bytes() == first
+
+
+def test_the_committed_page_is_that_of_the_committed_figures(tmp_path: Path):
+    committed = common.ROOT / "docs" / "benchmarks"
+    program.write_report(program.read_results(committed), tmp_path)
+
+    for made in tmp_path.iterdir():
+        assert made.read_text() == (committed / made.name).read_text(), made.name
+
+
+def test_results_have_five_digits_and_a_line_for_a_row_of_numbers():
+    text = program.dump({"fleet": {"rows": [{"a": 1 / 3, "b": [1, 2]}]}})
+    assert '"b": [ 1, 2 ]' in text
+    assert '"a": 0.33333,' in text
 
 
 def test_an_unknown_part_is_named(tmp_path: Path):
@@ -156,12 +173,11 @@ def test_the_gpu_check_wants_a_torch_that_sees_the_gpu(
     assert "which does not see it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("stock", "cache"), [(True, None), (False, "n")])
-def test_the_gpu_check_rehearsed_on_cpu(stock: bool, cache: str | None):
-    row = gpu_check.check(gpu_check.DEVICES["cpu"], stock, cache)
+def test_the_gpu_check_rehearsed_on_cpu():
+    row = gpu_check.check(gpu_check.DEVICES["cpu"], stock=False, cache="n")
 
-    assert (row["released_after_s"] is None) == stock
-    assert row["UCX_CUDA_IPC_CACHE"] == (cache or "default")
+    assert row["released_after_s"] is not None
+    assert row["read_ms"]["min"] > 0
     # Processor memory goes with its process, whoever has read it.
     freed = row["before_kill_mib"] - row["after_kill_mib"]
     assert freed > row["kv_cache_mib"]

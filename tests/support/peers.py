@@ -1,45 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Real connector workers on real NIXL agents: prefills in processes, decoders here.
+"""Real connector workers on real NIXL agents: prefills in processes, decoders here."""
 
-``Nursery`` starts prefill processes, ``Prefill`` is one of them, ``Decoder`` is a
-worker in this process. Everything waits with ``wait_until``: on a condition, with
-a deadline, and with evidence when it passes.
-"""
-
-import contextlib
-import faulthandler
 import itertools
 import logging
-import os
-import pickle
-import random
-import select
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
-import worker_factory
-from prefill_process import WatchedAgent, building_worker, kv_pattern
 
+from tests.support.fork_server import DEFAULT_ENV, ForkServer, environment, model_dir
+from tests.support.ports import free_port
+from tests.support.prefill_process import building_worker, kv_pattern, watching_agents
+from tests.support.waiting import wait_until
+from tests.v1.kv_connector.unit.nixl_peers import worker_factory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnectorMetadata
 
-DEFAULT_ENV = {"UCX_TLS": "tcp,self"}
-STEP_S = 0.005
-_START_TIMEOUT_S = 120.0
 _READ_TIMEOUT_S = 60.0
-_DUMP_AFTER_S = 10.0
-# From anywhere: other tests may run on this machine at the same time.
-_PORTS = iter(range(random.SystemRandom().randrange(15_000, 25_000), 32_000))
-_NURSERY = Path(__file__).with_name("prefill_process.py")
 
 
 class _ListHandler(logging.Handler):
@@ -52,219 +30,6 @@ class _ListHandler(logging.Handler):
 
 
 _LOG = _ListHandler()
-
-
-def wait_until(
-    condition: Callable[[], Any],
-    deadline_s: float,
-    evidence: Callable[[], str] = str,
-    every: Callable[[], Any] | None = None,
-    poll_s: float = STEP_S,
-) -> float:
-    """Wait for a condition; return the seconds it took.
-
-    Args:
-        condition: What to wait for.
-        deadline_s: Seconds after which to give up.
-        evidence: Describes what is going on, for the failure's message.
-        every: Called before each check, for instance a decoder's step.
-        poll_s: Seconds between two checks.
-
-    Raises:
-        AssertionError: If the condition does not come true in time.
-
-    """
-    start = time.monotonic()
-    # Written even while a call into NIXL keeps the interpreter's lock: the failure
-    # alone would not show who waited, and for what.
-    faulthandler.dump_traceback_later(min(_DUMP_AFTER_S, 0.8 * deadline_s))
-    try:
-        while True:
-            if every is not None:
-                every()
-            if condition():
-                return time.monotonic() - start
-            if time.monotonic() - start > deadline_s:
-                raise AssertionError(f"not within {deadline_s} s\n{evidence()}")
-            time.sleep(poll_s)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def free_port() -> int:
-    """Return a TCP port that nothing listens on; a new one each time.
-
-    It lies below the ports that the kernel hands out, so that no connection takes
-    it before a prefill that has yet to start does.
-    """
-    for port in _PORTS:
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("", port))
-            return port
-    raise AssertionError("no port is free")
-
-
-def model_dir() -> str:
-    """Return the model directory; its path is part of the compatibility hash."""
-    if worker_factory._MODEL_DIR is None:
-        worker_factory._MODEL_DIR = worker_factory._model_dir()
-    return worker_factory._MODEL_DIR
-
-
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for a while."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-class Nursery:
-    """A process that forks prefill processes, optionally in a network namespace."""
-
-    def __init__(self, log_dir: Path, netns: str | None = None):
-        """Start the process.
-
-        Args:
-            log_dir: Where each prefill writes its log.
-            netns: Network namespace to live in; needs the rights for it.
-
-        """
-        self._log_dir = log_dir
-        self._names = itertools.count()
-        prefix = ["ip", "netns", "exec", netns] if netns else []
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._log = log_dir / f"nursery-{netns or 'host'}.log"
-        with other, self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [*prefix, sys.executable, _NURSERY, str(other.fileno()), model_dir()],
-                pass_fds=[other.fileno()],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"VLLM_TARGET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
-            )
-        self._socket.settimeout(_START_TIMEOUT_S)
-        self._ready = False
-
-    def spawn(
-        self, name: str, process: str, arguments: dict[str, Any], env: dict[str, str]
-    ) -> "Child":
-        """Start a child process and wait until it is ready.
-
-        Args:
-            name: Name of its log file.
-            process: What runs in it, as ``module:class``; see `PrefillProcess`.
-            arguments: Arguments of the class.
-            env: Environment variables to set in it.
-
-        """
-        mine, other = socket.socketpair()
-        log = self._log_dir / f"{name}-{next(self._names)}.log"
-        order = {
-            "process": process,
-            "arguments": arguments,
-            "env": DEFAULT_ENV | env,
-            "log": str(log),
-        }
-        with other:
-            try:
-                if not self._ready:
-                    assert self._socket.recv(16) == b"ready"
-                    self._ready = True
-                socket.send_fds(self._socket, [pickle.dumps(order)], [other.fileno()])
-                pid = int(self._socket.recv(16))
-            except (OSError, AssertionError, ValueError) as e:
-                raise AssertionError(f"no nursery\n{self._log.read_text()}") from e
-        child = Child(pid, Connection(mine.detach()), log)
-        child.wait_ready()
-        return child
-
-    def close(self) -> None:
-        """End the process; the kernel ends its children with it."""
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
-
-
-class Child:
-    """A forked process that obeys commands."""
-
-    def __init__(self, pid: int, connection: Connection, log: Path):
-        """Take charge of a process that the nursery has forked."""
-        self.pid = pid
-        self.log = log
-        self.responsive = True
-        """Whether it was neither killed nor stopped."""
-        self._connection = connection
-        self._pidfd = os.pidfd_open(pid)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process exists."""
-        closed = self._connection.closed
-        return not closed and not select.select([self._pidfd], [], [], 0)[0]
-
-    def wait_ready(self) -> None:
-        """Wait for the child's first message."""
-        self._receive(_START_TIMEOUT_S)
-
-    def call(self, name: str, *args: Any, timeout_s: float = 30.0) -> Any:
-        """Call a method of the process's object and return its result."""
-        self.tell(name, *args)
-        return self._receive(timeout_s)
-
-    def tell(self, name: str, *args: Any) -> None:
-        """Call a method of the process's object that does not return."""
-        self._connection.send((name, args))
-
-    def _receive(self, timeout_s: float) -> Any:
-        try:
-            assert self._connection.poll(timeout_s), f"no answer\n{self.evidence()}"
-            return self._connection.recv()
-        except (EOFError, OSError) as e:
-            raise AssertionError(f"process {self.pid} ended\n{self.evidence()}") from e
-
-    def _signal(self, number: signal.Signals) -> None:
-        signal.pidfd_send_signal(self._pidfd, number)
-
-    def kill(self) -> None:
-        """End the process with SIGKILL and wait until it is gone."""
-        self.responsive = False
-        with contextlib.suppress(ProcessLookupError):
-            self._signal(signal.SIGKILL)
-        wait_until(lambda: not self.alive, 30, self.evidence)
-
-    def stop(self) -> None:
-        """Stop the process with SIGSTOP."""
-        self.responsive = False
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let a stopped process go on."""
-        self._signal(signal.SIGCONT)
-        self.responsive = True
-
-    def evidence(self) -> str:
-        """Return the end of the process's log."""
-        lines = self.log.read_text(errors="replace").splitlines()[-25:]
-        state = "alive" if self.alive else "gone"
-        return "\n".join([f"--- {self.log.name}, pid {self.pid}, {state}", *lines])
-
-    def close(self) -> None:
-        """End the process and let go of it."""
-        if self._connection.closed:
-            return
-        self.kill()
-        self._connection.close()
-        os.close(self._pidfd)
 
 
 @dataclass
@@ -289,7 +54,7 @@ class Prefill(RemotePrefill):
 
     def __init__(
         self,
-        nursery: Nursery,
+        fork_server: ForkServer,
         engine_id: str,
         *,
         host: str = "127.0.0.1",
@@ -302,7 +67,7 @@ class Prefill(RemotePrefill):
         """Start the process and wait until it serves handshakes.
 
         Args:
-            nursery: Where to start it.
+            fork_server: Where to start it.
             engine_id: Its engine id.
             host: Address of its side channel.
             port: Port of its side channel; a free one by default.
@@ -314,9 +79,9 @@ class Prefill(RemotePrefill):
 
         """
         super().__init__(engine_id, host, port or free_port(), num_blocks)
-        self.child = nursery.spawn(
+        self.child = fork_server.spawn(
             engine_id,
-            "prefill_process:PrefillProcess",
+            "tests.support.prefill_process:PrefillProcess",
             {
                 "engine_id": engine_id,
                 "host": host,
@@ -383,13 +148,17 @@ class Decoder:
         self._prefills: dict[str, RemotePrefill] = {}
         self._req_ids = itertools.count()
         self._metadata = NixlConnectorMetadata()
-        with environment(**DEFAULT_ENV | (env or {})), building_worker(nice):
+        with (
+            environment(**DEFAULT_ENV | (env or {})),
+            building_worker(nice),
+            watching_agents() as agents,
+        ):
             connector = worker_factory.make_connector(
                 engine_id, num_blocks, kv_caches=self.kv_caches, **extra
             )
         self.connector = connector
         self.worker = connector.connector_worker
-        self.worker.nixl_wrapper = self.agent = WatchedAgent(self.worker.nixl_wrapper)
+        (self.agent,) = agents
         # Again for each decoder: a new vLLM configuration resets vLLM's loggers.
         logging.getLogger("vllm").addHandler(_LOG)
         self._log_start = len(_LOG.lines)
@@ -401,6 +170,7 @@ class Decoder:
         prefill: RemotePrefill,
         blocks: Iterable[int] = (0, 1),
         local_blocks: Iterable[int] | None = None,
+        is_local_hit: bool = False,
     ) -> str:
         """Ask for blocks of a prefill in the next step; return the request's id.
 
@@ -408,6 +178,8 @@ class Decoder:
             prefill: Where to read from.
             blocks: The prefill's blocks.
             local_blocks: Where to put them; the same numbers by default.
+            is_local_hit: Whether all are in the decoder's own cache: the request
+                goes on at once, and the prefill is notified.
 
         """
         blocks = list(blocks)
@@ -419,7 +191,7 @@ class Decoder:
             cache[local_blocks] = 0
         self._metadata.add_new_req_to_recv(
             req_id,
-            (local_blocks,),
+            () if is_local_hit else (local_blocks,),
             {
                 "remote_block_ids": (blocks,),
                 "remote_engine_id": prefill.engine_id,
@@ -429,7 +201,7 @@ class Decoder:
                 "tp_size": 1,
             },
             local_num_computed_blocks=(0,),
-            awaiting_kvs=True,
+            awaiting_kvs=not is_local_hit,
         )
         return req_id
 
@@ -501,6 +273,22 @@ class Decoder:
         return agent
 
     @property
+    def handshakes(self) -> set[str]:
+        """Engines that a handshake is running with."""
+        return set(self.worker._handshake_futures)
+
+    @property
+    def in_flight(self) -> set[str]:
+        """Requests with reads in flight."""
+        return set(self.worker._recving_transfers)
+
+    def peers(self) -> dict[str, dict[str, Any]]:
+        """Return what an operator sees, by engine id; nothing of a stock worker."""
+        list_peers = getattr(self.worker, "list_peers", None)
+        peers = list_peers()["peers"] if list_peers else []
+        return {peer["engine_id"]: peer for peer in peers}
+
+    @property
     def log(self) -> list[str]:
         """What vLLM has logged in this process since the decoder was built."""
         return _LOG.lines[self._log_start :]
@@ -512,15 +300,11 @@ class Decoder:
 
     def evidence(self) -> str:
         """Describe the worker and the prefills it has read from."""
-        peers = getattr(self.worker, "_peers", None)
         state = {
             "connected": sorted(self.connected),
-            "open reads": {
-                req_id: len(handles)
-                for req_id, handles in self.worker._recving_transfers.items()
-            },
-            "handshakes": list(self.worker._handshake_futures),
-            "lost": dict(peers.lost) if peers is not None else None,
+            "reads in flight": sorted(self.in_flight),
+            "handshakes": sorted(self.handshakes),
+            "peers": self.peers(),
             "finished": self.finished[-5:],
             "failed": self.failed[-5:],
         }

@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Prefill processes for tests: real connector workers with a real NIXL agent.
 
-Run as a program, this is a nursery: it imports vLLM once, which takes most of a
-prefill's start-up, and forks a child per prefill. ``peers.py`` drives it.
+Run as a program, this is a fork server: it imports vLLM once, which takes most of a
+prefill's start-up, and forks a child per prefill. `fork_server.py` drives it.
 """
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import pickle
@@ -19,16 +20,16 @@ import threading
 import time
 import traceback
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-_HERE = Path(__file__).resolve().parent
-_ROOT = _HERE.parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
 _STEP_S = 0.01
 _LEASE_S = 600.0
@@ -92,21 +93,22 @@ class WatchedAgent:
     """A real NIXL agent that notes who is inside and what comes out."""
 
     def __init__(self, agent: Any):
-        """Wrap an agent; put it in the worker's place of ``nixl_wrapper``."""
+        """Wrap an agent."""
         self.violations: list[str] = []
         """Calls made while another thread was inside."""
         self.notifs: Counter[str] = Counter()
         """Notifications fetched, by the name of the thread that did."""
         self.calls: Counter[str] = Counter()
         """Calls, by method."""
-        self.cpu_seconds: Counter[str] = Counter()
+        self.cpu_seconds: dict[str, float] = defaultdict(float)
         """Processor time of the caller inside, by the thread's name."""
         self._agent = agent
         self._inside: tuple[int, str] | None = None
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._agent, name)
-        if not callable(method):
+        # The last two build values, beside whatever goes on in the agent.
+        if not callable(method) or name in ("get_reg_descs", "get_xfer_descs"):
             return method
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -130,6 +132,23 @@ class WatchedAgent:
         return call
 
 
+@contextlib.contextmanager
+def watching_agents() -> Iterator[list[WatchedAgent]]:
+    """Give workers that are built meanwhile a `WatchedAgent`; yield those made."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    agents: list[WatchedAgent] = []
+    make_agent = base_worker.NixlWrapper
+
+    def make_watched(*args: Any, **kwargs: Any) -> WatchedAgent:
+        agents.append(WatchedAgent(make_agent(*args, **kwargs)))
+        return agents[-1]
+
+    # Not the worker's attribute afterwards: a worker may have wrapped it by then.
+    with mock.patch.object(base_worker, "NixlWrapper", make_watched):
+        yield agents
+
+
 class PrefillProcess:
     """The child's side of a prefill; public methods are called by the test."""
 
@@ -144,13 +163,17 @@ class PrefillProcess:
     ):
         """Build the worker, fill its KV cache and serve its side channel."""
         import msgspec
-        from worker_factory import make_connector, make_kv_caches
+
+        from tests.v1.kv_connector.unit.nixl_peers.worker_factory import (
+            make_connector,
+            make_kv_caches,
+        )
 
         kv_caches = make_kv_caches(num_blocks)
         for layer, cache in enumerate(kv_caches.values()):
             words = cache.view(torch.int32).view(num_blocks, -1)
             words.copy_(kv_pattern(engine_id, layer, *words.shape))
-        with building_worker():
+        with building_worker(), watching_agents() as agents:
             connector = make_connector(
                 engine_id,
                 num_blocks,
@@ -161,10 +184,10 @@ class PrefillProcess:
         self.stepping = stepping
         self.finished_sending: list[str] = []
         self.worker = connector.connector_worker
-        self.worker.nixl_wrapper = self.agent = WatchedAgent(self.worker.nixl_wrapper)
+        (self.agent,) = agents
         self._new_sends: list[str] = []
         payload = msgspec.msgpack.encode(self.worker.xfer_handshake_metadata)
-        serve_side_channel(payload, host, port)
+        serve_side_channel({(0, 0): payload}, host, port)
 
     def step(self) -> float:
         """Run one step; return how many seconds it took."""
@@ -188,6 +211,10 @@ class PrefillProcess:
         """Step periodically from now on, or stay idle."""
         self.stepping = stepping
 
+    def hold_interpreter(self, seconds: float) -> None:
+        """Keep every Python thread waiting, as a kernel compilation may."""
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
     def expect(self, *req_ids: str) -> None:
         """Hold these requests' blocks for a decoder, as the scheduler asks to.
 
@@ -206,8 +233,17 @@ class PrefillProcess:
         }
 
 
-def serve_side_channel(payload: bytes, host: str, port: int) -> None:
-    """Answer handshakes with the stock listener, in a thread."""
+def serve_side_channel(
+    payloads: dict[tuple[int, int], bytes], host: str, port: int
+) -> None:
+    """Answer handshakes with the stock listener, in a thread.
+
+    Args:
+        payloads: What each rank answers, by (pp_rank, tp_rank).
+        host: Address to listen on.
+        port: Port to listen on.
+
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
         NixlBaseConnectorScheduler,
     )
@@ -215,7 +251,7 @@ def serve_side_channel(payload: bytes, host: str, port: int) -> None:
     ready = threading.Event()
     threading.Thread(
         target=NixlBaseConnectorScheduler._nixl_handshake_listener,
-        args=({(0, 0): payload}, ready, threading.Event(), host, port),
+        args=(payloads, ready, threading.Event(), host, port),
         daemon=True,
         name="side-channel",
     ).start()
@@ -234,7 +270,7 @@ def serve(connection: Connection, process: Any) -> None:
 
 def _run_child(connection: Connection, order: dict[str, Any]) -> None:
     module_name, _, class_name = order["process"].partition(":")
-    process_cls = getattr(__import__(module_name), class_name)
+    process_cls = getattr(importlib.import_module(module_name), class_name)
     process = process_cls(**order["arguments"])
     ready = {"ready": True, "pid": os.getpid(), **order["arguments"]}
     print(json.dumps(ready, default=repr), flush=True)
@@ -243,11 +279,11 @@ def _run_child(connection: Connection, order: dict[str, Any]) -> None:
         serve(connection, process)
 
 
-def _fork_child(order: dict[str, Any], fd: int, nursery: socket.socket) -> int:
+def _fork_child(order: dict[str, Any], fd: int, fork_server: socket.socket) -> int:
     if pid := os.fork():
         return pid
     try:
-        nursery.close()
+        fork_server.close()
         die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -266,14 +302,14 @@ def _fork_child(order: dict[str, Any], fd: int, nursery: socket.socket) -> int:
 
 def _import_what_children_need(model_dir: str) -> None:
     import nixl._api  # noqa: F401
-    import worker_factory
 
     import vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector  # noqa: F401
     import vllm.v1.attention.backends.cpu_attn  # noqa: F401
+    from tests.v1.kv_connector.unit.nixl_peers import worker_factory
 
     # The first configuration inspects the model in a process of its own.
     worker_factory._MODEL_DIR = model_dir
-    worker_factory.make_vllm_config("nursery")
+    worker_factory.make_vllm_config("fork-server")
 
 
 def main() -> None:
@@ -281,18 +317,17 @@ def main() -> None:
     fd, model_dir = sys.argv[1:]
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    sys.path[:0] = [str(_HERE), str(_HERE.parent)]
     runpy.run_path(str(_ROOT / "conftest.py"))
     _import_what_children_need(model_dir)
-    with socket.socket(fileno=int(fd)) as nursery:
-        nursery.send(b"ready")
+    with socket.socket(fileno=int(fd)) as fork_server:
+        fork_server.send(b"ready")
         while True:
-            message, fds, _, _ = socket.recv_fds(nursery, 1 << 16, 1)
+            message, fds, _, _ = socket.recv_fds(fork_server, 1 << 16, 1)
             if not message:
                 return
-            pid = _fork_child(pickle.loads(message), fds[0], nursery)
+            pid = _fork_child(pickle.loads(message), fds[0], fork_server)
             os.close(fds[0])
-            nursery.send(str(pid).encode())
+            fork_server.send(str(pid).encode())
 
 
 if __name__ == "__main__":
