@@ -15,8 +15,10 @@ ONLY ?=
 
 PY := .venv/bin/python
 LINT := .venv-lint
+COMMA := ,
 INSTALL := $(PYTHON) tools/install.py
-NEWEST := 0.33.0
+# The newest release of the one list.
+NEWEST := $(shell sed -n 's/^TESTED_VLLM = .*"\(.*\)".*/\1/p' vllm_nixl_heartbeat/compatibility.py)
 UNIT := tests/v1/kv_connector/unit
 REAL := tests/v1/kv_connector/nixl_integration
 DRILL := build/drill/$(if $(STOCK),stock,ours)$(if $(QUICK),-quick)
@@ -71,30 +73,18 @@ define stage
 endef
 
 .PHONY: test
-test: install ## Lint, types and every test
-	@$(MAKE) system-packages
+test: install ## Lint, types and every test; no root, nothing outside of the checkout
 	@$(INSTALL) --vllm $(NEWEST)
 	$(call stage,Style and types,$(MAKE) lint)
-	$(call stage,Unit tests on vLLM 0.32.0,$(PY) -m pytest -q $(UNIT))
+	$(call stage,Unit tests on the installed vLLM,$(PY) -m pytest -q $(UNIT))
 	$(call stage,Unit tests on vLLM $(NEWEST),$(call on,vllm-$(NEWEST)) $(PY) -m pytest -q $(UNIT))
-	$(call stage,Packaging and documentation,$(PY) -m pytest -q tests/packaging tests/docs)
+	@$(if $(wildcard tools/promtool.py),$(PY) tools/promtool.py)
+	$(call stage,Packaging$(COMMA) tools and documentation,$(PY) -m pytest -q tests/packaging tests/docs $(wildcard tests/tools))
 	$(call stage,Lab,$(PY) -m pytest -q tests/nixl_lab)
 	$(call stage,Benchmarks,$(PY) -m pytest -q tests/benchmarks)
 	$(call stage,Costs beside stock,$(PY) -m benchmarks --quick)
 	$(call stage,Real NIXL and real vLLM,$(PY) -m pytest -q $(REAL) --ignore $(FAULTS))
 	$(call stage,Network faults,$(PY) -m pytest -q $(FAULTS))
-
-# The only thing outside of the checkout that `make test` may touch: it says so, does it
-# as root alone, and without it only the tests that need it are skipped.
-.PHONY: system-packages
-system-packages:
-	@if command -v chromium > /dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	  echo "Installing chromium from the distribution, to look at the drill's page"; \
-	  $(INSTALL) --browser; \
-	else \
-	  echo "No chromium, and no root to install it: tests of the drill's page skipped"; \
-	fi
 
 .PHONY: demo
 demo: install ## Kill a prefill and watch the decoder let go (SCENARIO=, STOCK=1)
