@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The proxy in front of NIXL alone, on a fake agent and for an observer that notes."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -138,14 +139,19 @@ def test_many_threads_are_never_inside_together(setup: Setup):
             setup.proxy.drain()
             setup.proxy.check_remote_metadata("p")
 
-    threads = [in_thread(use) for _ in range(4)]
-    for thread in threads:
-        thread.join(LONG)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [in_thread(use) for _ in range(4)]
+        for thread in threads:
+            thread.join(LONG)
+    finally:
+        sys.setswitchinterval(interval)
     assert setup.nixl.heartbeats() == 1200
     # The fixture looks for violations.
 
 
-def test_building_descriptors_keeps_nobody_waiting(setup: Setup):
+def test_building_descriptors_keeps_nobody_waiting(setup: Setup, lines: Lines):
     """A peer with millions of blocks takes seconds of Python."""
     gate = Gate(setup.nixl, "get_xfer_descs")
     builder = in_thread(lambda: setup.proxy.get_xfer_descs([]))
@@ -153,6 +159,7 @@ def test_building_descriptors_keeps_nobody_waiting(setup: Setup):
     setup.load("p")
     gate.go.set()
     builder.join(LONG)
+    assert lines("A NIXL call has not returned") == []
 
 
 def test_what_is_no_call_is_the_agents(setup: Setup):
@@ -307,10 +314,10 @@ def test_a_transfer_that_cannot_be_made_or_posted_is_not_under_way(setup: Setup)
 
 def test_transfers_posted_before_a_time(setup: Setup):
     p, q = setup.load("p"), setup.load("q")
+    unposted = setup.make(p)
     for dlist, now in ((p, 1000.0), (q, 1001.0), (p, 1002.0)):
         setup.now = now
         setup.proxy.transfer(setup.make(dlist))
-    unposted = setup.make(p)
     posted_before = setup.transfers.posted_before
     assert list(posted_before(999.0)) == []
     assert list(posted_before(1001.0)) == [("p", 1000.0), ("q", 1001.0)]
