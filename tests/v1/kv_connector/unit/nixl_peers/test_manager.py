@@ -3,7 +3,7 @@
 """A peer's life in the manager alone: no worker, no NIXL, a clock made of numbers."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -32,6 +32,7 @@ class Setup:
         self.now = 1000.0
         self.counted: Counter[str] = Counter()
         self.release_times: list[float] = []
+        self.gauges: dict[str, int] = {}
         self.transfers = OpenTransfers()
         self.sent: list[str] = []
         self.broken: dict[str, Exception] = {}
@@ -47,6 +48,9 @@ class Setup:
 
     def observe_release(self, seconds: float) -> None:
         self.release_times.append(seconds)
+
+    def set_gauges(self, values: Mapping[str, int]) -> None:
+        self.gauges = dict(values)
 
     # What it sends with: as the proxy, which has errors judged.
 
@@ -86,6 +90,13 @@ class Setup:
             self.manager.update_suspects(self.now)
             self.manager.send_due_heartbeats(self, self.now)
             self.release()
+
+    def reported(self) -> dict[str, int]:
+        """Return the gauges that a step reports, if any."""
+        self.gauges = {}
+        if self.manager.must_report_gauges:
+            self.manager.report_gauges()
+        return self.gauges
 
     def states(self) -> dict[str, str]:
         listed = self.manager.list_peers()
@@ -180,7 +191,7 @@ def test_nothing_is_released_under_a_read_in_flight(setup: Setup, lines: Lines):
         setup.now += 1000
         assert setup.release() == []
     assert setup.counted["peer_releases_deferred"] == 1
-    assert setup.manager.report_gauges()["deferred_peer_releases"] == 1
+    assert setup.reported()["deferred_peer_releases"] == 1
     setup.transfers.closed("x")
     assert setup.release() == ["p"]
     assert setup.release_times == [100_000.0]
@@ -320,9 +331,9 @@ def test_a_finished_read_takes_back_a_disconnect_and_the_quarantine(
     setup.connect("p")
     setup.read("x", "p")
     setup.lose("p")
-    assert setup.manager.read_refusal("p") == "unreachable"
+    assert setup.manager.transfer_refusal("p") == "unreachable"
     setup.manager.finished("p-agent")
-    assert setup.manager.read_refusal("p") is None
+    assert setup.manager.transfer_refusal("p") is None
     assert setup.release() == []
     assert setup.manager.handshake_refusal("p", WHERE, running=False) is None
     assert not setup.manager.needs_check("p", WHERE)
@@ -336,13 +347,13 @@ def test_a_stuck_read_makes_a_suspect_that_is_never_released(
     setup.connect("q")
     setup.read("stuck", "p")
     setup.round(59.9)
-    assert setup.manager.read_refusal("p") is None
+    assert setup.manager.transfer_refusal("p") is None
     setup.round(1.0)
     for _ in range(100):
         setup.round(100.0)
-    assert setup.manager.read_refusal("p") == "suspect"
+    assert setup.manager.transfer_refusal("p") == "suspect"
     assert setup.states() == {"p": "suspect", "q": "connected"}
-    assert setup.manager.report_gauges() == {
+    assert setup.reported() == {
         "connected_peers": 2,
         "suspect_peers": 1,
         "deferred_peer_releases": 0,
@@ -366,7 +377,7 @@ def test_a_suspicion_ends_with_its_read_in_the_next_look(setup: Setup, lines: Li
     setup.round(1.0)
     assert setup.states() == {"p": "connected"}
     assert len(lines("NIXL peer no longer suspect: p")) == 1
-    assert setup.manager.report_gauges()["suspect_peers"] == 0
+    assert setup.reported()["suspect_peers"] == 0
 
 
 # -- Handshakes ----------------------------------------------------------------------
@@ -418,7 +429,7 @@ def test_an_operator_names_an_engine_or_an_address(setup: Setup, lines: Lines):
     assert setup.manager.request_release() == []
     assert setup.manager.request_release("p") == ["p"]
     assert setup.manager.request_release(address="host:7000") == ["p", "q"]
-    assert setup.manager.read_refusal("q") == "releasing"
+    assert setup.manager.transfer_refusal("q") == "releasing"
     # No read takes that back.
     setup.manager.finished("q-agent")
     assert sorted(setup.release()) == ["p", "q"]
@@ -432,7 +443,7 @@ def test_a_peer_that_vllm_wants_gone_waits_for_its_reads(setup: Setup):
     setup.connect("p")
     setup.read("x", "p")
     setup.manager.mark_replaced("p", "it has registered its KV cache again")
-    assert setup.manager.read_refusal("p") == "releasing" and setup.release() == []
+    assert setup.manager.transfer_refusal("p") == "releasing" and setup.release() == []
     setup.manager.finished("p-agent")
     setup.transfers.closed("x")
     assert setup.release() == ["p"]
@@ -441,34 +452,28 @@ def test_a_peer_that_vllm_wants_gone_waits_for_its_reads(setup: Setup):
 def test_gauges_are_reported_when_they_change_and_while_something_is_wrong(
     setup: Setup,
 ):
-    def reported() -> dict[str, int] | None:
-        manager = setup.manager
-        return manager.report_gauges() if manager.must_report_gauges else None
-
-    assert reported() is None
+    assert setup.reported() == {}
     setup.connect("p")
-    assert reported() == {
+    assert setup.reported() == {
         "connected_peers": 1,
         "suspect_peers": 0,
         "deferred_peer_releases": 0,
     }
-    assert reported() is None
+    assert setup.reported() == {}
     setup.read("x", "p")
     setup.round(61)
     # Another rank's zero must not hide it: every step says so.
     for _ in range(3):
-        gauges = reported()
-        assert gauges is not None and gauges["suspect_peers"] == 1
+        assert setup.reported()["suspect_peers"] == 1
     setup.lose("p")
     setup.release()
     for _ in range(3):
-        gauges = reported()
-        assert gauges is not None and gauges["deferred_peer_releases"] == 1
+        assert setup.reported()["deferred_peer_releases"] == 1
     setup.transfers.closed("x")
     setup.release()
-    assert reported() == {
+    assert setup.reported() == {
         "connected_peers": 0,
         "suspect_peers": 0,
         "deferred_peer_releases": 0,
     }
-    assert reported() is None
+    assert setup.reported() == {}

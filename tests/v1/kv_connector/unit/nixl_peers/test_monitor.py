@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from nixl._bindings import nixlBackendError, nixlRemoteDisconnectError
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import (
     NixlConnectorWorker,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import monitor
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import monitor, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.monitor import PeerMonitor
 
 from .decoder import HOST, Decoder
@@ -338,7 +337,7 @@ def test_a_round_sets_the_device_of_its_thread_once(
     class Platform:
         set_device = staticmethod(devices.append)
 
-    monkeypatch.setattr(nixl_connector, "current_platform", Platform)
+    monkeypatch.setattr(worker, "current_platform", Platform)
     decoder.step()
     for _ in range(3):
         decoder.idle_round(INTERVAL)
@@ -537,7 +536,7 @@ def test_shutdown_does_not_hang_behind_nixl(
     running = run_monitor()
     assert gate.inside.wait(LONG)
     monkeypatch.setattr(monitor, "_JOIN_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(nixl_connector, "_SHUTDOWN_LOCK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(worker, "_SHUTDOWN_LOCK_TIMEOUT_S", 0.01)
     decoder.worker.shutdown()
     assert len(lines("NIXL peer monitor is still inside a NIXL call")) == 1
     assert len(lines("NIXL is busy in another thread")) == 1
@@ -582,13 +581,13 @@ def test_shutdown_of_a_worker_that_was_never_built():
 
 # -- When the monitor runs -----------------------------------------------------------
 
-start_monitor = NixlConnectorWorker._start_monitor
+start_monitor = worker.PeerWorkerMixin._start_monitor
 
 
 @pytest.fixture
 def monitored(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
     """A decoder that starts a monitor, which other tests go without."""
-    monkeypatch.setattr(NixlConnectorWorker, "_start_monitor", start_monitor)
+    monkeypatch.setattr(worker.PeerWorkerMixin, "_start_monitor", start_monitor)
     yield decoder
     if decoder.worker is not None:
         decoder.worker.shutdown()
