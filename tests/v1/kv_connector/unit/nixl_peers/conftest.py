@@ -32,9 +32,12 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[str], list[str]]]:
-    """Returns the lines of vLLM's loggers, which do not propagate to the root."""
+def lines(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], list[str]]]:
+    """Returns the lines of vLLM's loggers, once, whether or not they propagate."""
     vllm_logger = logging.getLogger("vllm")
+    monkeypatch.setattr(vllm_logger, "propagate", False)
     vllm_logger.addHandler(caplog.handler)
 
     def start_with(start: str) -> list[str]:

@@ -358,6 +358,7 @@ STOCK_WORKER_ATTRIBUTES = (
     "_recving_metadata",
     "_remote_agents",
     "_reqs_to_send",
+    "consumer_notification_counts_by_req",
     "device_id",
     "dst_xfer_side_handles",
     "nixl_backends",

@@ -6,6 +6,7 @@ Off unless vLLM is started with ``--worker-extension-cls`` naming
 :class:`NixlPeerWorkerExtension`. An idle engine serves these calls as well.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +36,15 @@ class PeerAdminMixin(_PeerWorker):
             return {"peers": [], "unread_requests": 0, "unread_lease_s": 0.0}
         with self._peers.lock:
             now = self._peers.clock()
-            # What has been read while no step ran is accounted for by the next one.
-            read = {
-                notif.decode("utf-8", "replace").rsplit(":", 1)[0]
-                for notif in self._agent.kept_notifs()
-            }
+            # What has been read while no step ran is accounted for by the next one;
+            # each of a request's readers notifies, with the number of them.
+            num_read = Counter(self.consumer_notification_counts_by_req)
+            read = set()
+            for notif in self._agent.kept_notifs():
+                req_id, _, readers = notif.decode("utf-8", "replace").rpartition(":")
+                num_read[req_id] += 1
+                if str(num_read[req_id]) == readers:
+                    read.add(req_id)
             unread = [
                 lease_end - now
                 for req_id, lease_end in self._reqs_to_send.items()
