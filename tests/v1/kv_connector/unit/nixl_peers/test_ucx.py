@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The start-up check of UCX's settings."""
 
+from pathlib import Path
+
 import pytest
 from .decoder import make_decoder
 
@@ -74,6 +76,26 @@ def test_only_transports_in_use_matter(tls: str, cuda_ipc: bool, rdma: bool):
     assert ("UCX_CUDA_IPC_CACHE" in found) == cuda_ipc
     assert ("UCX_KEEPALIVE_INTERVAL" in found) == rdma
     assert ("UCX_RC_GDA_EP_ALLOC_MODE" in found) == rdma
+
+
+@pytest.mark.parametrize("value", ["y", "Yes", "1"])
+def test_multi_node_nvlink_is_asked_for_where_there_is_a_channel(
+    tmp_path: Path, value: str
+):
+    (tmp_path / "channel0").touch()
+    bad = [
+        ucx_setting_problems(GOOD | environ, tmp_path)
+        for environ in ({}, {"UCX_CUDA_IPC_ENABLE_MNNVL": "try"})
+    ]
+    assert [problem[:25] for (problem,) in bad] == ["UCX_CUDA_IPC_ENABLE_MNNVL"] * 2
+    good = GOOD | {"UCX_CUDA_IPC_ENABLE_MNNVL": value}
+    assert ucx_setting_problems(good, tmp_path) == []
+    assert ucx_setting_problems(GOOD | {"UCX_TLS": "rc,tcp"}, tmp_path) == []
+
+
+def test_multi_node_nvlink_is_not_asked_for_elsewhere(tmp_path: Path):
+    assert ucx_setting_problems(GOOD, tmp_path) == []
+    assert ucx_setting_problems(GOOD, tmp_path / "missing") == []
 
 
 @pytest.mark.parametrize("cuda, count", [(True, len(GOOD)), (False, 0)])
