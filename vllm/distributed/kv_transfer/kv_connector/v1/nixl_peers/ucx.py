@@ -54,7 +54,7 @@ def ucx_setting_problems(
             "unless this UCX ties memory keys to endpoints, mappings of a released "
             "peer stay cached and its GPU memory is not freed",
         )
-        # Elsewhere UCX must not insist on it: it would drop cuda_ipc altogether.
+        # Elsewhere UCX would log an error about it.
         if imex_channels.is_dir() and any(imex_channels.iterdir()):
             check(
                 "UCX_CUDA_IPC_ENABLE_MNNVL",
@@ -62,7 +62,7 @@ def ucx_setting_problems(
                 environ.get("UCX_CUDA_IPC_ENABLE_MNNVL", "try").lower()
                 in ("y", "yes", "on", "1"),
                 "where NVLink between nodes does not work, UCX uses RDMA or TCP "
-                "without a word",
+                "without saying so",
             )
     if _may_use(tls, _RDMA):
         check(
