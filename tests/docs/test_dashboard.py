@@ -12,11 +12,13 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import (
+    NixlPeerPromMetrics,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.stats import (
     COUNTERS,
     GAUGES,
     RELEASE_SECONDS,
-    NixlPeerPromMetrics,
 )
 
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations"
