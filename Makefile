@@ -48,6 +48,7 @@ endef
 .PHONY: test
 test: install ## Lint, types and every test
 	@$(INSTALL) --vllm $(NEWEST) --browser
+	@$(PYTHON) tools/promtool.py
 	$(call stage,Style and types,$(MAKE) lint)
 	$(call stage,Unit tests on vLLM 0.32.0,$(PY) -m pytest -q $(UNIT))
 	$(call stage,Unit tests on vLLM $(NEWEST),PYTHONPATH=$(CURDIR)/.venv/vllm-$(NEWEST) VLLM_TARGET_DEVICE=cpu $(PY) -m pytest -q $(UNIT))

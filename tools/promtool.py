@@ -21,14 +21,15 @@ def fetch(directory: Path) -> None:
     lists = directory / "lists" / "partial"
     lists.mkdir(parents=True)
     # Lists and cache of its own: the system's are root's, and images often have none.
-    apt = ("apt-get", "--quiet", "--option", f"Dir::State::lists={lists.parent}")
-    apt += ("--option", f"Dir::Cache={directory}", "--option", "APT::Sandbox::User=")
-    for arguments in (("update",), ("download", "prometheus")):
+    options = (
+        f"Dir::State::lists={lists.parent}",
+        f"Dir::Cache={directory}",
+        "APT::Sandbox::User=",
+    )
+    apt = ["apt-get", "--quiet", *(part for o in options for part in ("--option", o))]
+    for arguments in (["update"], ["download", "prometheus"]):
         subprocess.run(
-            (*apt, *arguments),
-            cwd=directory,
-            stdout=subprocess.DEVNULL,
-            check=True,
+            apt + arguments, cwd=directory, stdout=subprocess.DEVNULL, check=True
         )
     (package,) = directory.glob("prometheus_*.deb")
     subprocess.run(("dpkg-deb", "--extract", package, directory), check=True)

@@ -87,6 +87,12 @@ def test_a_bound_of_the_guide_holds_and_is_tight(row: str):
     assert first <= int(shorter[1 + list(ROWS).index(row)]) <= first + 1
 
 
+def test_the_readme_names_the_bounds_of_a_peer_in_use():
+    tcp, rdma, _ = table_rows()["in use, or idle for up to 20 s"]
+    said = f"released within {tcp} s over TCP, and within about {rdma} s over RDMA"
+    assert said in (GUIDE.parents[2] / "README.md").read_text()
+
+
 @pytest.mark.parametrize("interval", [0.1, 0.5, 1.0, 2.0, 5.0, 20.0])
 def test_a_peer_in_use_is_released_within_the_interval_s_bound(interval: float):
     factor = re.search(r"within (\d\.\d) intervals and two\s+steps", GUIDE.read_text())
