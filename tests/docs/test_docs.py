@@ -264,6 +264,8 @@ def test_what_a_fork_takes_knows_no_package():
     assert text.count("<!-- pip-form -->") == text.count("<!-- /pip-form -->")
     taken = _PIP_FORM.sub("", text)
     assert "pip-form" not in taken
+    # Blank lines after it are cut out as well: the one before keeps paragraphs apart.
+    assert not re.findall(r"[^\n]\n<!-- pip-form -->", text)
     for word in (
         "pip install",
         "plugin",
