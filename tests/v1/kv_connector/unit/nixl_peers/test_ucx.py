@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from .decoder import make_decoder
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.ucx import (
     ucx_setting_problems,
 )
@@ -108,7 +108,7 @@ def test_a_worker_on_cuda_logs_them(
         monkeypatch.delenv(name, raising=False)
     logged: list[str] = []
     monkeypatch.setattr(
-        nixl_connector.logger, "warning", lambda text, *args: logged.append(text % args)
+        worker.logger, "warning", lambda text, *args: logged.append(text % args)
     )
 
     class Platform:
@@ -118,8 +118,8 @@ def test_a_worker_on_cuda_logs_them(
         def __getattr__(self, name: str) -> object:
             return getattr(platform, name)
 
-    platform = nixl_connector.current_platform
-    monkeypatch.setattr(nixl_connector, "current_platform", Platform())
+    platform = worker.current_platform
+    monkeypatch.setattr(worker, "current_platform", Platform())
     make_decoder(monkeypatch)
     assert len(logged) == count
     assert all(line.startswith("NIXL peer release: UCX_") for line in logged)
