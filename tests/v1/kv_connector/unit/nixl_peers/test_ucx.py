@@ -5,12 +5,13 @@
 from pathlib import Path
 
 import pytest
-from .decoder import make_decoder
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.ucx import (
     ucx_setting_problems,
 )
+
+from .decoder import make_decoder
 
 GOOD = {
     "UCX_CUDA_IPC_CACHE": "n",
