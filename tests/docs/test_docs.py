@@ -4,13 +4,13 @@
 
 import ast
 import asyncio
+import importlib
 import json
 import re
 import shlex
 import subprocess
-import tomllib
+import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.stats import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.ucx import (
     ucx_setting_problems,
 )
+from vllm_nixl_heartbeat.compatibility import TESTED_NIXL, TESTED_VLLM
+from vllm_nixl_heartbeat.http import EXTENSION, NixlPeerAdmin
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -44,8 +46,6 @@ GUIDE = ROOT / "docs" / "features" / "nixl_connector_usage.md"
 OPERATIONS = ROOT / "docs" / "operations"
 FEATURE = ROOT / "vllm/distributed/kv_transfer/kv_connector/v1"
 PACKAGE = ROOT / "vllm_nixl_heartbeat"
-EXTENSION = "vllm_nixl_heartbeat.nixl_peers.admin.NixlPeerWorkerExtension"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PIP_FORM = re.compile(r"<!-- pip-form -->.*?<!-- /pip-form -->\n*", re.DOTALL)
 
@@ -81,13 +81,6 @@ def commands(block: str) -> Iterator[list[str]]:
 def commands_of(program: str) -> list[list[str]]:
     found = [words for block in blocks_of("bash") for words in commands(block)]
     return [words for words in found if words[0] == program]
-
-
-def endpoint_plugin() -> Any:
-    ((name, value),) = PROJECT["entry-points"]["vllm.endpoint_plugins"].items()
-    plugin = EntryPoint(name, value, "vllm.endpoint_plugins").load()()
-    assert plugin.name == name
-    return plugin
 
 
 def test_every_block_is_checked_here():
@@ -129,9 +122,9 @@ def test_vllm_takes_the_flags():
         assert heartbeat_interval(args) == policy.DEFAULT_HEARTBEAT_INTERVAL_S
         assert args.worker_extension_cls in ("", EXTENSION)
     (export,) = commands_of("export")
-    assert export[1] == f"VLLM_PLUGINS=nixl_heartbeat,{endpoint_plugin().name}"
-    for flag in re.findall(r"`(?:vllm serve )?(--[a-z-]+)", GUIDE.read_text()):
-        assert flag in parser.format_help() or flag.startswith("--retry"), flag
+    assert export[1] == f"VLLM_PLUGINS=nixl_heartbeat,{NixlPeerAdmin.name}"
+    parser.parse_args(["--enable-cumem-allocator"])
+    assert "`vllm serve --enable-cumem-allocator`" in GUIDE.read_text()
 
 
 def test_the_calls_are_served():
@@ -146,7 +139,7 @@ def test_the_calls_are_served():
         collective_rpc=collective_rpc,
         vllm_config=SimpleNamespace(parallel_config=parallel),
     )
-    app, plugin = FastAPI(), endpoint_plugin()
+    app, plugin = FastAPI(), NixlPeerAdmin()
     plugin.attach_router(app)
     asyncio.run(plugin.init_state(engine, app.state, None))
     client = TestClient(app)
@@ -163,6 +156,18 @@ def test_the_calls_are_served():
         ("list_nixl_peers", ()),
         ("release_nixl_peers", (None, "10.0.0.7:5600")),
     ]
+
+
+def test_the_plugins_of_an_image_can_be_listed():
+    (words,) = commands_of("python")
+    ran = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_module_can_be_named():
+    named = re.search(r'"kv_connector_module_path": "([\w.]+)"', GUIDE.read_text())
+    assert named
+    assert importlib.import_module(named[1]).NixlConnector
 
 
 def test_the_metrics_are_all_in_the_guide():
@@ -200,7 +205,7 @@ def logged(*paths: Path) -> set[str]:
 
 
 def beginning(line: str) -> str:
-    return re.split(r"%|ENGINE|AGENT|UCX_|\.\.\.", line)[0].rstrip(" :")
+    return re.split(r"%|ENGINE|AGENT|NAME|UCX_|\.\.\.", line)[0].rstrip(" :")
 
 
 def rows_of_lines(text: str) -> list[str]:
@@ -295,3 +300,11 @@ def test_links_lead_somewhere(path: Path):
         page = path.parent / target if target else path
         assert page.exists(), target
         assert not anchor or anchor in anchors(page.read_text()), anchor
+
+
+def test_the_readme_names_the_tested_versions():
+    text = README.read_text()
+    assert f"| vLLM | {TESTED_VLLM[0][:4]} to {TESTED_VLLM[-1][:4]} | " in text
+    assert f" | {', '.join(TESTED_VLLM)} (`make matrix`" in text
+    assert f"| NIXL | {TESTED_NIXL[0]} and newer, UCX backend | " in text
+    assert f" | {', '.join(TESTED_NIXL)} |" in text
