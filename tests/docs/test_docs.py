@@ -1,55 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every code block of the documentation is what it says it is, and still true."""
+"""Every code block and table of the documentation is still true."""
 
+import ast
+import asyncio
+import importlib
 import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
-import kubernetes_validate
-import promql_parser
 import pytest
 import yaml
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import (
     heartbeat_interval,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.admin import (
-    EXTENSION,
-    PATH,
-    NixlPeerControl,
-    PeerName,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.policy import (
-    HEARTBEAT_INTERVAL_KEY,
-    Verdict,
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import (
+    manager,
+    policy,
+    quarantine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.stats import (
-    CONNECTED,
     COUNTERS,
+    GAUGES,
     RELEASE_SECONDS,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.ucx import (
     ucx_setting_problems,
 )
+from vllm_nixl_heartbeat.compatibility import TESTED_NIXL, TESTED_VLLM
+from vllm_nixl_heartbeat.http import EXTENSION, NixlPeerAdmin
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDE = ROOT / "docs" / "features" / "nixl_connector_usage.md"
-KUBERNETES = GUIDE.with_name("nixl_connector_kubernetes.yaml")
-SOURCES = "".join(
-    path.read_text() for path in sorted((ROOT / "vllm").rglob("nixl_*.py"))
-)
-METRICS = {
-    *(f"{name}_total" for name in COUNTERS),
-    *(f"{RELEASE_SECONDS}{suffix}" for suffix in ("", "_bucket", "_count", "_sum")),
-    CONNECTED,
-}
+OPERATIONS = ROOT / "docs" / "operations"
+FEATURE = ROOT / "vllm/distributed/kv_transfer/kv_connector/v1"
+PACKAGE = ROOT / "vllm_nixl_heartbeat"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PIP_FORM = re.compile(r"<!-- pip-form -->.*?<!-- /pip-form -->\n*", re.DOTALL)
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
@@ -89,10 +87,10 @@ def test_every_block_is_checked_here():
     assert {lang for path in (README, GUIDE) for lang, _ in blocks(path)} == {
         "bash",
         "text",
-        "yaml",
     }
     programs = {words[0] for block in blocks_of("bash") for words in commands(block)}
-    assert programs == {"make", "pip", "vllm", "curl", "export"}
+    ours = {"curl", "export", "make", "nixl-peers", "pip", "python", "vllm"}
+    assert programs == ours | {"vllm-router"}
 
 
 @pytest.mark.parametrize("block", blocks_of("bash"))
@@ -121,27 +119,55 @@ def test_vllm_takes_the_flags():
         flags = [config if w == "$KV_TRANSFER_CONFIG" else w for w in words[3:]]
         args = EngineArgs.from_cli_args(parser.parse_args(flags))
         assert args.kv_transfer_config.kv_connector == "NixlConnector"
-        assert heartbeat_interval(args) == 2.0
+        assert heartbeat_interval(args) == policy.DEFAULT_HEARTBEAT_INTERVAL_S
         assert args.worker_extension_cls in ("", EXTENSION)
     (export,) = commands_of("export")
-    assert export[1] == f"VLLM_PLUGINS=nixl_heartbeat,{NixlPeerControl.name}"
+    assert export[1] == f"VLLM_PLUGINS=nixl_heartbeat,{NixlPeerAdmin.name}"
+    parser.parse_args(["--enable-cumem-allocator"])
+    assert "`vllm serve --enable-cumem-allocator`" in GUIDE.read_text()
 
 
-def test_the_calls_are_the_routes():
-    listing, release = commands_of("curl")
-    assert listing[-1].endswith(f":8000{PATH}")
-    (url,) = (word for word in release if word.startswith("http"))
-    assert url.endswith(f":8000{PATH}/release")
-    assert PeerName(**json.loads(release[-1])).address == "10.0.0.7:5600"
+def test_the_calls_are_served():
+    called = []
+
+    async def collective_rpc(method: str, args: tuple = (), **_: Any) -> list:
+        called.append((method, args))
+        return []
+
+    parallel = SimpleNamespace(worker_extension_cls=EXTENSION)
+    engine = SimpleNamespace(
+        collective_rpc=collective_rpc,
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+    )
+    app, plugin = FastAPI(), NixlPeerAdmin()
+    plugin.attach_router(app)
+    asyncio.run(plugin.init_state(engine, app.state, None))
+    client = TestClient(app)
+    for words in commands_of("curl"):
+        (url,) = (word for word in words if word.startswith("http"))
+        body = words[words.index("-d") + 1] if "-d" in words else None
+        answer = client.request(
+            "POST" if body else "GET",
+            urlsplit(url).path,
+            json=body and json.loads(body),
+        )
+        assert answer.status_code == 200 and "ranks" in answer.json()
+    assert called == [
+        ("list_nixl_peers", ()),
+        ("release_nixl_peers", (None, "10.0.0.7:5600")),
+    ]
 
 
-def test_alerts_name_our_metrics():
-    (block,) = blocks_of("yaml")
-    (group,) = yaml.safe_load(block)["groups"]
-    for rule in group["rules"]:
-        promql_parser.parse(rule["expr"])
-        names = re.findall(r"vllm:nixl_(\w+)", rule["expr"])
-        assert names and set(names) <= METRICS
+def test_the_plugins_of_an_image_can_be_listed():
+    (words,) = commands_of("python")
+    ran = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_module_can_be_named():
+    named = re.search(r'"kv_connector_module_path": "([\w.]+)"', GUIDE.read_text())
+    assert named
+    assert importlib.import_module(named[1]).NixlConnector
 
 
 def test_the_metrics_are_all_in_the_guide():
@@ -149,90 +175,136 @@ def test_the_metrics_are_all_in_the_guide():
         r"^\| `(\w+)` \| (counter|histogram|gauge)", GUIDE.read_text(), re.M
     )
     assert dict(rows) == {
+        **dict.fromkeys(GAUGES, "gauge"),
         **{f"{name}_total": "counter" for name in COUNTERS},
         RELEASE_SECONDS: "histogram",
-        CONNECTED: "gauge",
     }
 
 
+def test_the_alerts_are_all_in_the_guide():
+    (group,) = yaml.safe_load((OPERATIONS / "nixl_alerts.yml").read_text())["groups"]
+    rows = re.findall(r"^\| `(Nixl\w+)` \|", GUIDE.read_text(), re.M)
+    assert rows == [rule["alert"] for rule in group["rules"]]
+
+
+def logged(*paths: Path) -> set[str]:
+    """Return the constant beginning of every line logged above debug level."""
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "logger"
+                and node.func.attr in ("info", "warning", "error", "exception")
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                found.add(beginning(str(node.args[0].value)))
+    return found
+
+
+def beginning(line: str) -> str:
+    return re.split(r"%|ENGINE|AGENT|NAME|UCX_|\.\.\.", line)[0].rstrip(" :")
+
+
+def rows_of_lines(text: str) -> list[str]:
+    cells = re.findall(r"^\| ([^|]*NIXL [^|]*) \|", text, re.M)
+    lines = [line for cell in cells for line in re.findall(r"`([^`]*)`", cell)]
+    return [beginning(line) for line in lines if "NIXL " in line]
+
+
 def test_the_log_lines_are_the_code_s():
-    rows = re.findall(r"^\| `(NIXL [^`]*)`", GUIDE.read_text(), re.M)
-    assert len(rows) > 10
-    for row in rows:
-        text = row.removesuffix(" ENGINE").removesuffix(" UCX_...").removesuffix(" ...")
-        verdict = text.removeprefix("NIXL peer ").removesuffix(":")
-        if verdict not in {v.value for v in Verdict}:
-            assert f"{text} %s" in SOURCES, text
-    assert {f"NIXL peer {v.value}: ENGINE" for v in Verdict} <= set(rows)
-
-
-def test_the_knob_and_the_settings_are_the_code_s():
     text = GUIDE.read_text()
-    assert f"| `{HEARTBEAT_INTERVAL_KEY}` |" in text
-    table = "".join(re.findall(r"^\| `UCX_.*$", text, re.M))
-    for problem in ucx_setting_problems({}):
-        name, wanted = re.match(
-            r"(\w+) is not set, should be '(\w+)'", problem
-        ).groups()
-        assert f"`{name}={wanted}`" in table
+    worker = rows_of_lines(_PIP_FORM.sub("", text))
+    assert len(worker) == len(set(worker))
+    assert set(worker) == logged(
+        FEATURE / "nixl_connector.py", *(FEATURE / "nixl_peers").glob("*.py")
+    )
+    package = [row for row in rows_of_lines(text) if row not in worker]
+    assert set(package) == logged(
+        *(p for p in PACKAGE.glob("*.py") if not p.is_symlink())
+    )
+
+
+def test_vllm_s_own_warning_is_quoted_right():
+    from vllm import plugins
+
+    quoted = re.search(
+        r"`(Found endpoint plugin\(s\)) \[.*?\] (but[^`]*)`", GUIDE.read_text()
+    )
+    assert quoted
+    assert f"{quoted[1]} %s {quoted[2]}" in Path(plugins.__file__).read_text()
+
+
+def test_the_numbers_are_the_code_s():
+    text = re.sub(r"\s+", " ", GUIDE.read_text())
+    for said in (
+        f"| `{policy.HEARTBEAT_INTERVAL_KEY}` | seconds: 0, or at least "
+        f"{policy.MIN_HEARTBEAT_INTERVAL_S} | {policy.DEFAULT_HEARTBEAT_INTERVAL_S} |",
+        f"at the default interval of {policy.DEFAULT_HEARTBEAT_INTERVAL_S:.0f} s",
+        f"for t seconds is sent a heartbeat every t/{policy.IDLE_FRACTION} s",
+        f"at least every {policy.MAX_IDLE_INTERVAL_S:.0f} s",
+        f"spread over {policy.JITTER * 100:.0f} % of an interval",
+        f"has been in flight for {policy.SUSPECT_AFTER_S:.0f} s",
+        f"at once for {quarantine.MIN_QUARANTINE_S:.0f} s, doubling up to "
+        f"{quarantine.MAX_QUARANTINE_S:.0f} s",
+        f"sends at most {manager.MAX_SENDS_PER_ROUND} heartbeats",
+        f"releases at most {manager.MAX_RELEASES_PER_ROUND} peers",
+    ):
+        assert said in text, said
+
+
+def test_the_settings_are_the_start_up_check_s(tmp_path: Path):
+    (tmp_path / "channel0").touch()
+    problems = ucx_setting_problems({}, imex_channels=tmp_path)
+    for problem in problems:
+        setting = re.match(r"(\w+) is not set, should be '(\w+)'", problem)
+        assert setting and f"`{setting[1]}={setting[2]}`" in GUIDE.read_text()
+    assert len(problems) == 5
+
+
+def test_what_a_fork_takes_knows_no_package():
+    text = GUIDE.read_text()
+    assert text.count("<!-- pip-form -->") == text.count("<!-- /pip-form -->")
+    taken = _PIP_FORM.sub("", text)
+    assert "pip-form" not in taken
+    # Blank lines after it are cut out as well: the one before keeps paragraphs apart.
+    assert not re.findall(r"[^\n]\n<!-- pip-form -->", text)
+    for word in (
+        "pip install",
+        "plugin",
+        "PLUGINS",
+        "`make ",
+        "nixl-peers",
+        "/v1/nixl",
+    ):
+        assert word not in taken
+    links = re.findall(r"\]\(([^)]*)\)", taken)
+    assert all(link.startswith(("#", "https://")) for link in links)
+    assert {link[1:] for link in links if link[0] == "#"} <= anchors(taken)
+
+
+def anchors(text: str) -> set[str]:
+    """Return what GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)$", _BLOCK.sub("", text), re.M)
+    kept = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in kept}
 
 
 @pytest.mark.parametrize("path", [README, GUIDE])
 def test_links_lead_somewhere(path: Path):
-    for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", path.read_text()):
-        if target and "://" not in target:
-            assert (path.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", path.read_text()):
+        if "://" in target:
+            continue
+        page = path.parent / target if target else path
+        assert page.exists(), target
+        assert not anchor or anchor in anchors(page.read_text()), anchor
 
 
-# -- Kubernetes ----------------------------------------------------------------------
-
-
-def manifests() -> dict[str, Any]:
-    documents = yaml.safe_load_all(KUBERNETES.read_text())
-    return {f"{d['kind']}/{d['metadata']['name']}": d for d in documents}
-
-
-def container(name: str) -> dict[str, Any]:
-    spec = manifests()[f"Deployment/{name}"]["spec"]["template"]["spec"]
-    (only,) = spec["containers"]
-    return only
-
-
-def environment(name: str) -> dict[str, str]:
-    return {e["name"]: e.get("value", "") for e in container(name)["env"]}
-
-
-def test_the_manifests_fit_the_schema():
-    assert len(manifests()) == 4
-    for manifest in manifests().values():
-        kubernetes_validate.validate(manifest, "1.37", strict=True)
-
-
-def test_the_manifests_say_what_the_guide_says():
-    for name in ("vllm-prefill", "vllm-decode"):
-        assert ucx_setting_problems(environment(name)) == []
-    plugins = environment("vllm-decode")["VLLM_PLUGINS"]
-    assert plugins == f"nixl_heartbeat,{NixlPeerControl.name}"
-    assert f"--worker-extension-cls={EXTENSION}" in container("vllm-decode")["args"]
-
-
-def test_the_pre_stop_hook_calls_every_decoder(tmp_path: Path):
-    calls = tmp_path / "calls"
-    for name, script in {
-        "sleep": "",
-        "getent": "echo 10.0.0.1 STREAM; echo 10.0.0.1 DGRAM; echo 10.0.0.2 RAW",
-        "curl": f'printf "%s\\n" "$@" >> {calls}',
-    }.items():
-        program = tmp_path / name
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-    hook = container("vllm-prefill")["lifecycle"]["preStop"]["exec"]["command"]
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "10.0.0.9"}
-    port = environment("vllm-prefill")["VLLM_NIXL_SIDE_CHANNEL_PORT"]
-    subprocess.run(hook, env=env | {"VLLM_API_KEY": "k"}, check=True)
-    said = calls.read_text().splitlines()
-    urls = [word for word in said if word.startswith("http")]
-    assert urls == [f"http://10.0.0.{n}:8000{PATH}/release" for n in (1, 2)]
-    bodies = [json.loads(word) for word in said if word.startswith("{")]
-    assert bodies == [{"address": f"10.0.0.9:{port}"}] * 2
-    assert said.count("Authorization: Bearer k") == 2
+def test_the_readme_names_the_tested_versions():
+    text = README.read_text()
+    assert f"| vLLM | {TESTED_VLLM[0][:4]} to {TESTED_VLLM[-1][:4]} | " in text
+    assert f" | {', '.join(TESTED_VLLM)} (`make matrix`" in text
+    assert f"| NIXL | {TESTED_NIXL[0]} and newer, UCX backend | " in text
+    assert f" | {', '.join(TESTED_NIXL)} |" in text

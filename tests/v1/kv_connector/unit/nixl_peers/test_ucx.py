@@ -2,9 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The start-up check of UCX's settings."""
 
+from pathlib import Path
+
 import pytest
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import nixl_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.ucx import (
     ucx_setting_problems,
 )
@@ -77,6 +79,26 @@ def test_only_transports_in_use_matter(tls: str, cuda_ipc: bool, rdma: bool):
     assert ("UCX_RC_GDA_EP_ALLOC_MODE" in found) == rdma
 
 
+@pytest.mark.parametrize("value", ["y", "Yes", "1"])
+def test_multi_node_nvlink_is_asked_for_where_there_is_a_channel(
+    tmp_path: Path, value: str
+):
+    (tmp_path / "channel0").touch()
+    bad = [
+        ucx_setting_problems(GOOD | environ, tmp_path)
+        for environ in ({}, {"UCX_CUDA_IPC_ENABLE_MNNVL": "try"})
+    ]
+    assert [problem[:25] for (problem,) in bad] == ["UCX_CUDA_IPC_ENABLE_MNNVL"] * 2
+    good = GOOD | {"UCX_CUDA_IPC_ENABLE_MNNVL": value}
+    assert ucx_setting_problems(good, tmp_path) == []
+    assert ucx_setting_problems(GOOD | {"UCX_TLS": "rc,tcp"}, tmp_path) == []
+
+
+def test_multi_node_nvlink_is_not_asked_for_elsewhere(tmp_path: Path):
+    assert ucx_setting_problems(GOOD, tmp_path) == []
+    assert ucx_setting_problems(GOOD, tmp_path / "missing") == []
+
+
 @pytest.mark.parametrize("cuda, count", [(True, len(GOOD)), (False, 0)])
 def test_a_worker_on_cuda_logs_them(
     monkeypatch: pytest.MonkeyPatch,
@@ -87,7 +109,7 @@ def test_a_worker_on_cuda_logs_them(
         monkeypatch.delenv(name, raising=False)
     logged: list[str] = []
     monkeypatch.setattr(
-        nixl_connector.logger, "warning", lambda text, *args: logged.append(text % args)
+        worker.logger, "warning", lambda text, *args: logged.append(text % args)
     )
 
     class Platform:
@@ -97,8 +119,8 @@ def test_a_worker_on_cuda_logs_them(
         def __getattr__(self, name: str) -> object:
             return getattr(platform, name)
 
-    platform = nixl_connector.current_platform
-    monkeypatch.setattr(nixl_connector, "current_platform", Platform())
+    platform = worker.current_platform
+    monkeypatch.setattr(worker, "current_platform", Platform())
     make_decoder(monkeypatch)
     assert len(logged) == count
     assert all(line.startswith("NIXL peer release: UCX_") for line in logged)

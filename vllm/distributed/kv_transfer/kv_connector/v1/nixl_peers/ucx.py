@@ -8,6 +8,10 @@ not seen here.
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
+
+# Has a file per channel where a container or host can map memory of other nodes.
+_IMEX_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 
 # Names and aliases in UCX_TLS that bring the transport in question.
 _CUDA_IPC = frozenset({"all", "cuda", "cuda_ipc"})
@@ -18,11 +22,14 @@ _DURATION = re.compile(r"([\d.]+)(m|s|ms|us|ns|)")
 _SECONDS = {"m": 60.0, "s": 1.0, "": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
-def ucx_setting_problems(environ: Mapping[str, str]) -> list[str]:
+def ucx_setting_problems(
+    environ: Mapping[str, str], imex_channels: Path = _IMEX_CHANNELS
+) -> list[str]:
     """Return a line for each UCX setting that keeps releases from working well.
 
     Args:
         environ: Environment variables of a worker on CUDA with the UCX backend.
+        imex_channels: Directory of the IMEX channels that the worker can use.
 
     Returns:
         Lines that name the variable, its value, the value it should have and what
@@ -47,6 +54,16 @@ def ucx_setting_problems(environ: Mapping[str, str]) -> list[str]:
             "unless this UCX ties memory keys to endpoints, mappings of a released "
             "peer stay cached and its GPU memory is not freed",
         )
+        # Elsewhere UCX would log an error about it.
+        if imex_channels.is_dir() and any(imex_channels.iterdir()):
+            check(
+                "UCX_CUDA_IPC_ENABLE_MNNVL",
+                "y",
+                environ.get("UCX_CUDA_IPC_ENABLE_MNNVL", "try").lower()
+                in ("y", "yes", "on", "1"),
+                "where NVLink between nodes does not work, UCX uses RDMA or TCP "
+                "without saying so",
+            )
     if _may_use(tls, _RDMA):
         check(
             "UCX_RC_GDA_EP_ALLOC_MODE",
