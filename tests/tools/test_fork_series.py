@@ -107,8 +107,8 @@ def test_an_older_version_is_replaced_and_taken_out(
 ) -> None:
     gone = f"{V1}/nixl_peers/of_old.py"
     with monkeypatch.context() as older:
-        older.setattr(series, "read", lambda path, root=None: f"# Older: {path}\n")
-        older.setattr(series, "files", lambda root=None: [[series.CONNECTOR], [gone]])
+        older.setattr(series, "read", lambda path: f"# Older: {path}\n")
+        older.setattr(series, "files", lambda: [[series.CONNECTOR], [gone]])
         series.Fork(fork).apply()
     edit(fork, WORKER, "shutdown", "shutdown # a fork's own")
     assert series.Fork(fork).apply().startswith("replaced")

@@ -147,7 +147,8 @@ def run_hooks(tree: Path, base: str) -> None:
     command += [f"--from-ref={base}", "--to-ref=HEAD", "--show-diff-on-failure"]
     # "manual" is what vLLM's CI runs: every stage, and every Python for mypy.
     command += ["--hook-stage=manual"]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    env = os.environ | {"PRE_COMMIT_HOME": str(CACHE / "pre-commit")}
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     if done.returncode:
         raise CheckFailed(f"pre-commit in {tree}:\n{done.stdout}{done.stderr}")
     passed = done.stdout.count("Passed")
@@ -172,6 +173,19 @@ def write_hub_cache(hub: Path) -> None:
         (folder / "refs" / "main").write_text(revision)
 
 
+def wheel_of(tree: Path) -> Path:
+    """Return where the wheel of a tree's release is unpacked.
+
+    Raises:
+        CheckFailed: it is not there.
+    """
+    release = git(tree, "describe", "--tags", "--abbrev=0").removeprefix("v")
+    wheel = Path(sys.prefix, f"vllm-{release}")
+    if not wheel.is_dir():
+        raise CheckFailed(f"no {wheel}: tools/install.py --vllm {release}")
+    return wheel
+
+
 def run_tests(tree: Path, tests: list[str], swap: bool = False) -> Outcomes:
     """Run tests of a tree, on its own Python code, without any plugin of ours.
 
@@ -183,14 +197,10 @@ def run_tests(tree: Path, tests: list[str], swap: bool = False) -> Outcomes:
     Raises:
         CheckFailed: pytest did not get to the end of the run.
     """
-    release = git(tree, "describe", "--tags", "--abbrev=0").removeprefix("v")
-    wheel = Path(sys.prefix, f"vllm-{release}")
-    if not wheel.is_dir():
-        raise CheckFailed(f"no {wheel}: tools/install.py --vllm {release}")
     hub = CACHE / "hub"
     write_hub_cache(hub)
     report = tree.with_name(f"{tree.name}-{'ours' if swap else 'stock'}.xml")
-    path = [str(tree), str(wheel), str(Path(__file__).parent)]
+    path = [str(tree), str(wheel_of(tree)), str(Path(__file__).parent)]
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
         "VLLM_TARGET_DEVICE": "cpu",
@@ -205,7 +215,12 @@ def run_tests(tree: Path, tests: list[str], swap: bool = False) -> Outcomes:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "pytest_swap", "--timeout=300", f"--junit-xml={report}"]
     done = subprocess.run(
-        [*command, *tests], cwd=tree, env=env, capture_output=True, text=True
+        [*command, *tests],
+        cwd=tree,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     # 1: some tests failed. A suite that cannot be collected (2) would otherwise go
     # missing from both runs without a word.

@@ -29,6 +29,8 @@ TESTS = "tests/v1/kv_connector/unit/nixl_peers"
 _GUIDE = "docs/features/nixl_connector_usage.md"
 # A page of its own: a section in vLLM's page would conflict whenever that changes.
 PAGE = "docs/features/nixl_connector_peers.md"
+# A later vLLM that has it needs no series.
+_FEATURE = "_release_unreachable_remote_engines"
 # How later runs find the commits, whatever a fork has rebased them on.
 _TRAILER = "Origin: vllm-nixl-heartbeat"
 # In vLLM from 0.31 on, as is the guard that we need and that has no name of its own:
@@ -74,41 +76,36 @@ peers: options, metrics, log lines, what to do by hand.
 )
 
 
-def read(path: str, root: Path = ROOT) -> str:
+def read(path: str) -> str:
     """Return what the fork gets at a path."""
     if path == PAGE:
         # The guide without what only the pip package has.
-        guide = (root / _GUIDE).read_text()
-        return re.sub(
-            r"<!-- pip-form -->.*?<!-- /pip-form -->\n*", "", guide, flags=re.DOTALL
-        )
-    return (root / path).read_text()
+        marked = r"<!-- pip-form -->.*?<!-- /pip-form -->\n*"
+        return re.sub(marked, "", (ROOT / _GUIDE).read_text(), flags=re.DOTALL)
+    return (ROOT / path).read_text()
 
 
-def files(root: Path = ROOT) -> list[list[str]]:
+def files() -> list[list[str]]:
     """Return the paths that each part adds; a later part's pattern takes precedence."""
     taken: set[str] = set()
     parts = []
     for part in reversed(PARTS):
-        found = {
-            str(path.relative_to(root))
-            for pattern in part.files
-            for path in root.glob(pattern)
-        }
+        paths = [path for pattern in part.files for path in ROOT.glob(pattern)]
+        found = {str(path.relative_to(ROOT)) for path in paths}
         found |= {PAGE} & set(part.files)
         parts.append(sorted(found - taken))
         taken |= found
     return parts[::-1]
 
 
-def patches(author: str, root: Path = ROOT) -> Iterator[tuple[str, str]]:
+def patches(author: str) -> Iterator[tuple[str, str]]:
     """Yield the series as ``git format-patch`` would write it: name and text."""
-    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
-    for number, (part, paths) in enumerate(zip(PARTS, files(root)), start=1):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for number, (part, paths) in enumerate(zip(PARTS, files()), start=1):
         place = f"{number}/{len(PARTS)}"
-        diffs = [_new_file(path, read(path, root)) for path in paths]
+        diffs = [_new_file(path, read(path)) for path in paths]
         if CONNECTOR in paths:
-            diffs.append((root / "tools/fork/factory.diff").read_text())
+            diffs.append((ROOT / "tools/fork/factory.diff").read_text())
         text = (
             # The date is what marks the file as a patch for `git am`.
             f"From {'0' * 40} Mon Sep 17 00:00:00 2001\n"
@@ -152,7 +149,7 @@ class Fork:
         """Return git's own author, without the time."""
         return self.git("var", "GIT_AUTHOR_IDENT").rsplit(" ", 2)[0]
 
-    def has(self, *args: str) -> bool:
+    def can(self, *args: str) -> bool:
         """Return whether a git command succeeds."""
         try:
             self.git(*args)
@@ -160,25 +157,28 @@ class Fork:
             return False
         return True
 
+    def has(self, path: str) -> bool:
+        """Return whether there is a file or folder at a path."""
+        return self.can("cat-file", "-e", f"HEAD:{path}")
+
     def misfit(self) -> str | None:
         """Return why the series does not fit, None when it does."""
-        if not self.has("cat-file", "-e", f"HEAD:{_FACTORY}"):
+        if not self.has(_FACTORY):
             return f"this is no tree of vLLM: it has no {_FACTORY}"
-        if not self.has("cat-file", "-e", f"HEAD:{_STOCK}"):
+        if not self.has(_STOCK):
             return f"its NIXL connector is not the package {_STOCK}"
-        missing = [name for name in required_names() if not self._mentions(name)]
-        if missing:
-            return f"its NIXL connector has no {', '.join(missing)}"
-        if self._mentions("_release_unreachable_remote_engines"):
+        find = ("grep", "--quiet", "--word-regexp")
+        names = [*required_names(), _FEATURE]
+        found = [n for n in names if self.can(*find, n, "HEAD", "--", _STOCK)]
+        if _FEATURE in found:
             return "its NIXL connector releases unreachable peers itself"
+        if missing := [n for n in names if n not in (*found, _FEATURE)]:
+            return f"its NIXL connector has no {', '.join(missing)}"
         return None
-
-    def _mentions(self, name: str) -> bool:
-        return self.has("grep", "--quiet", "--word-regexp", name, "HEAD", "--", _STOCK)
 
     def commits(self) -> list[str]:
         """Return the commits of the series that are in effect, newest first."""
-        if not self.has("cat-file", "-e", f"HEAD:{CONNECTOR}"):
+        if not self.has(CONNECTOR):
             return []
         added = self.git(
             *("log", "-1", "--diff-filter=A", "--format=%H", "--", CONNECTOR)
@@ -193,7 +193,7 @@ class Fork:
     def is_current(self) -> bool:
         """Return whether the series of this version is there already."""
         return all(
-            self.has("cat-file", "-e", f"HEAD:{path}")
+            self.has(path)
             and self.git("show", f"HEAD:{path}") == read(path).strip("\n")
             for part in files()
             for path in part
@@ -224,7 +224,7 @@ class Fork:
                 self.git("am", "--3way", *flags, *paths)
             except Refused:
                 for command in ("am", "revert"):
-                    self.has(command, "--abort")
+                    self.can(command, "--abort")
                 self.git("reset", "--keep", head)
                 raise
         done = self.git("log", "--oneline", f"{head}..HEAD")
@@ -242,16 +242,16 @@ class Fork:
         try:
             self.git("revert", "--no-edit", *(["--signoff"] if signoff else []), *ours)
         except Refused:
-            self.has("revert", "--abort")
+            self.can("revert", "--abort")
             raise
         return f"reverted {len(ours)} commits"
 
 
-def required_names(root: Path = ROOT) -> list[str]:
+def required_names() -> list[str]:
     """Return the names in vLLM's worker that the connector says it builds on."""
     constants = {
         ast.unparse(node.targets[0]): node.value
-        for node in ast.parse((root / CONNECTOR).read_text()).body
+        for node in ast.parse((ROOT / CONNECTOR).read_text()).body
         if isinstance(node, ast.Assign)
     }
     lists = ("STOCK_WORKER_METHODS", "STOCK_WORKER_ATTRIBUTES")
