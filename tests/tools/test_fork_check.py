@@ -140,7 +140,7 @@ def test_a_test_differs_if_it_does_so_each_time(
 ) -> None:
     left = iter(ours)
 
-    def run_tests(_tree: Path, _tests: list[str], swap: bool = False) -> dict[str, str]:
+    def run_tests(*_: object, swap: bool = False, **__: object) -> dict[str, str]:
         return {"test_nixl_a::test": next(left) if swap else "passed"}
 
     monkeypatch.setattr(check, "run_tests", run_tests)
@@ -151,6 +151,17 @@ def test_a_test_differs_if_it_does_so_each_time(
         assert said.startswith("1 differ")
     assert said in capsys.readouterr().out
     assert list(left) == []
+
+
+def test_the_stock_classes_run_once(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tree, {f"{UNIT}/test_nixl_a.py": "def test_it(): pass"})
+    check.compare_suites(tree, tree)
+    write(tree, {f"{UNIT}/test_nixl_a.py": "def test_it(): pass\ndef test_new(): pass"})
+    check.compare_suites(tree, tree)
+    # Of the run before, then of both again.
+    assert "passed 1 stock and 2 ours, 0 differ, 1 unstable" in capsys.readouterr().out
 
 
 def test_a_test_that_ran_only_once_differs() -> None:
