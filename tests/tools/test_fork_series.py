@@ -21,7 +21,7 @@ KVConnectorFactory.register_connector(
     "{0}",
 )
 """
-NAMES = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+NAMES = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MultiConnector")
 
 
 def git(root: Path, *args: str) -> str:
@@ -64,14 +64,13 @@ def test_the_series_is_committed_with_its_subjects(fork: Path) -> None:
     series.Fork(fork / "vllm").apply()
     assert log(fork) == SUBJECTS
     assert git(fork, "status", "--porcelain") == "?? untracked"
-    for paths in series.files():
-        for path in paths:
-            assert (fork / path).read_text() == series.read(path)
+    for path, text in series.states()[-1].items():
+        assert (fork / path).read_text() == text == series.read(path)
     registered = [
         line for line in (fork / FACTORY).read_text().splitlines() if ".v1" in line
     ]
     ours = '    "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector",'
-    assert [line == ours for line in registered] == [True, True, False]
+    assert [line == ours for line in registered] == [True, True, True, False]
     assert log(fork, "%an <%ae>") == ["A Fork <fork@example.com>"] * len(SUBJECTS)
     assert not any("Signed-off-by" in line for line in log(fork, "%b"))
 
@@ -107,11 +106,12 @@ def test_an_older_version_is_replaced_and_taken_out(
 ) -> None:
     gone = f"{V1}/nixl_peers/of_old.py"
     with monkeypatch.context() as older:
-        older.setattr(series, "read", lambda path: f"# Older: {path}\n")
-        older.setattr(series, "files", lambda: [[series.CONNECTOR], [gone]])
+        files = {series.CONNECTOR: "# Older.\n", gone: "# Gone.\n"}
+        states = [files | {name: "" for name in "ab"[:n]} for n in range(3)]
+        older.setattr(series, "states", lambda: states)
         series.Fork(fork).apply()
     edit(fork, WORKER, "shutdown", "shutdown # a fork's own")
-    assert series.Fork(fork).apply().startswith("replaced")
+    assert "Revert" in series.Fork(fork).apply()
     assert not (fork / gone).exists()
     assert (fork / series.CONNECTOR).read_text() == series.read(series.CONNECTOR)
     series.Fork(fork).remove()
@@ -120,19 +120,18 @@ def test_an_older_version_is_replaced_and_taken_out(
 
 def test_what_a_fork_has_changed_in_an_older_version_is_not_lost(fork: Path) -> None:
     series.Fork(fork).apply()
-    edit(fork, series.CONNECTOR, "import os\n", "import os  # a fork's own\n")
+    edit(fork, series.CONNECTOR, "import queue", "import queue  # a fork's own")
     refused(fork, "git revert")
 
 
-def without(name: str) -> tuple[str, str, str, str]:
-    return (WORKER, name, "", f"has no {name}; the first vLLM that fits is 0.31.0")
+MISSING = "has no {}; the first vLLM that fits is 0.31.0"
 
 
 @pytest.mark.parametrize(
     ("path", "old", "new", "message"),
     [
-        without("_engine_by_address"),
-        without("_handshake_futures"),
+        (WORKER, "tp_rank", "", MISSING.format("tp_rank")),
+        (WORKER, "_engine_by_address", "", MISSING.format("_engine_by_address")),
         (WORKER, "shutdown", "shutdown _release_unreachable_remote_engines", "itself"),
         (FACTORY, '"NixlPullConnector"', '"Pull"', "git am"),
     ],

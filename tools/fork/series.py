@@ -9,13 +9,14 @@ python -m tools.fork.series remove CHECKOUT    revert its commits
 
 import argparse
 import ast
+import difflib
 import email.utils
+import itertools
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,11 +44,12 @@ class Refused(Exception):
 
 
 class Part(NamedTuple):
-    """One commit of the series: its message, and the files that it adds."""
+    """One commit of the series."""
 
     subject: str
     body: str
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # patterns; what a later part names is not in this one
+    factory: str = ""  # its change of the connector factory
 
 
 # No "[KV Connector]" in front of the subjects: `git am` would cut it off.
@@ -64,14 +66,21 @@ lists, rkeys and agent metadata once a typed NIXL error says that it is
 unreachable and no read from it is in flight.
 """,
         (CONNECTOR, f"{_V1}/nixl_peers/*.py", f"{TESTS}/*.py"),
+        "factory-pull.diff",
     ),
     Part(
-        "Let operators list and release NIXL peers",
+        "Release the NIXL state of unreachable peers in push mode",
         """\
-Add a worker extension with two collective RPCs, and the page of the guide on
-peers: options, metrics, log lines, what to do by hand.
+There the roles turn: a prefill instance writes into the decode instance's memory
+and keeps its rkeys. Nothing but the TTL of an hour releases those of one that died.
 """,
-        (f"{_V1}/nixl_peers/admin.py", f"{TESTS}/test_*admin*.py", PAGE),
+        (f"{TESTS}/test_push*.py",),
+        "factory-push.diff",
+    ),
+    Part(
+        "Document how NIXL peers are released",
+        "Options, bounds, metrics, log lines, and listing and releasing by hand.\n",
+        (PAGE,),
     ),
 )
 
@@ -85,47 +94,69 @@ def read(path: str) -> str:
     return (ROOT / path).read_text()
 
 
-def files() -> list[list[str]]:
-    """Return the paths that each part adds; a later part's pattern takes precedence."""
-    taken: set[str] = set()
-    parts = []
+def without_push(source: str) -> str:
+    """Return a module without the top-level statements that are named for push mode."""
+    lines = source.splitlines(keepends=True)
+    for node in reversed(ast.parse(source).body):
+        named = "push" in ast.unparse(node).partition("\n")[0].lower()
+        if named and not isinstance(node, ast.Expr):
+            first = node.lineno - 1
+            while not lines[first - 1].strip():
+                first -= 1
+            del lines[first : node.end_lineno]
+    return "".join(lines)
+
+
+def states() -> list[dict[str, str]]:
+    """Return what the series has put into a tree after each part, by path."""
+    contents: list[dict[str, str]] = []
+    later: set[str] = set()
     for part in reversed(PARTS):
-        paths = [path for pattern in part.files for path in ROOT.glob(pattern)]
-        found = {str(path.relative_to(ROOT)) for path in paths}
-        found |= {PAGE} & set(part.files)
-        parts.append(sorted(found - taken))
-        taken |= found
-    return parts[::-1]
+        found = {PAGE} & set(part.files)
+        for pattern in part.files:
+            found |= {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)}
+        contents.insert(0, {path: read(path) for path in sorted(found - later)})
+        later |= found
+    complete = contents[0][CONNECTOR]
+    contents[0][CONNECTOR] = without_push(complete)
+    contents[1][CONNECTOR] = complete
+    return list(itertools.accumulate(contents, lambda before, new: before | new))
 
 
-def patches(author: str) -> Iterator[tuple[str, str]]:
-    """Yield the series as ``git format-patch`` would write it: name and text."""
+def write_patches(author: str, folder: Path) -> list[str]:
+    """Write the series as ``git format-patch`` would; return the files' paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for number, (part, paths) in enumerate(zip(PARTS, files()), start=1):
+    before: dict[str, str] = {}
+    for number, (part, after) in enumerate(zip(PARTS, states()), start=1):
         place = f"{number}/{len(PARTS)}"
-        diffs = [_new_file(path, read(path)) for path in paths]
-        if CONNECTOR in paths:
-            diffs.append((ROOT / "tools/fork/factory.diff").read_text())
+        diffs = [_diff(path, before.get(path), text) for path, text in after.items()]
+        if part.factory:
+            diffs.append((Path(__file__).parent / part.factory).read_text())
+        date = email.utils.formatdate(localtime=True)
         text = (
-            # The date is what marks the file as a patch for `git am`.
-            f"From {'0' * 40} Mon Sep 17 00:00:00 2001\n"
-            f"From: {author}\n"
-            f"Date: {email.utils.formatdate(localtime=True)}\n"
-            f"Subject: [PATCH {place}] {part.subject}\n\n"
-            f"{part.body}\n{_TRAILER} {version} {place}\n---\n\n"
-            + "".join(diffs)
-            + "-- \nvllm-nixl-heartbeat\n"
+            # The first line's date is what marks a patch for `git am`.
+            f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: {author}\nDate: {date}\n"
+            f"Subject: [PATCH {place}] {part.subject}\n\n{part.body}\n"
+            f"{_TRAILER} {version} {place}\n---\n\n{''.join(diffs)}-- \n{version}\n"
         )
-        yield f"{number:04}-{part.subject.replace(' ', '-')}.patch", text
+        path = folder / f"{number:04}-{part.subject.replace(' ', '-')}.patch"
+        path.write_text(text)
+        written.append(str(path))
+        before = after
+    return written
 
 
-def _new_file(path: str, text: str) -> str:
-    lines = text.splitlines()
-    return (
-        f"diff --git a/{path} b/{path}\nnew file mode 100644\n"
-        f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n"
-        + "".join(f"+{line}\n" for line in lines)
+def _diff(path: str, before: str | None, after: str) -> str:
+    if before == after:
+        return ""
+    old = "/dev/null" if before is None else f"a/{path}"
+    lines = difflib.unified_diff(
+        (before or "").splitlines(True), after.splitlines(True), old, f"b/{path}"
     )
+    mode = "" if before is not None else "new file mode 100644\n"
+    return f"diff --git a/{path} b/{path}\n{mode}" + "".join(lines)
 
 
 class Fork:
@@ -158,7 +189,7 @@ class Fork:
         return True
 
     def has(self, path: str) -> bool:
-        """Return whether there is a file or folder at a path."""
+        """Return whether there is something at a path."""
         return self.can("cat-file", "-e", f"HEAD:{path}")
 
     def misfit(self) -> str | None:
@@ -180,12 +211,11 @@ class Fork:
         """Return the commits of the series that are in effect, newest first."""
         if not self.has(CONNECTOR):
             return []
-        added = self.git(
-            *("log", "-1", "--diff-filter=A", "--format=%H", "--", CONNECTOR)
-        )
+        log = ("log", "--format=%H")
+        added = self.git(*log, "-1", "--diff-filter=A", "--", CONNECTOR)
         # By its subject: the commit that the first version of this tool made.
         marks = (f"--grep=^{_TRAILER}", "--grep=Release the state of unreachable peers")
-        ours = self.git("log", "--format=%H", *marks, f"{added}^..HEAD").split()
+        ours = self.git(*log, *marks, f"{added}^..HEAD").split()
         if added not in ours:
             raise Refused(f"{CONNECTOR} is there already, from commit {added[:12]}")
         return ours
@@ -193,17 +223,12 @@ class Fork:
     def is_current(self) -> bool:
         """Return whether the series of this version is there already."""
         return all(
-            self.has(path)
-            and self.git("show", f"HEAD:{path}") == read(path).strip("\n")
-            for part in files()
-            for path in part
+            self.has(path) and self.git("show", f"HEAD:{path}") == text.strip("\n")
+            for path, text in states()[-1].items()
         )
 
     def apply(self, author: str | None = None, signoff: bool = False) -> str:
-        """Commit the series with ``git am``, after a revert of an older one.
-
-        Returns:
-            What was done.
+        """Commit the series, after a revert of an older one; return what was done.
 
         Raises:
             Refused: the fork is not one that the series fits into, or git failed.
@@ -213,38 +238,36 @@ class Fork:
         older = self.commits()
         if older and self.is_current():
             return f"it is there already, since commit {older[-1][:12]}"
-        author = author or self.identity()
         flags = ["--signoff"] if signoff else []
-        head = self.git("rev-parse", "HEAD")
+        revert = [["revert", "--no-edit", *flags, *older]] if older else []
         with tempfile.TemporaryDirectory() as folder:
-            paths = _write(patches(author), Path(folder))
-            try:
-                if older:
-                    self.git("revert", "--no-edit", *flags, *older)
-                self.git("am", "--3way", *flags, *paths)
-            except Refused:
-                for command in ("am", "revert"):
-                    self.can(command, "--abort")
-                self.git("reset", "--keep", head)
-                raise
-        done = self.git("log", "--oneline", f"{head}..HEAD")
-        return f"replaced:\n{done}" if older else f"applied:\n{done}"
+            paths = write_patches(author or self.identity(), Path(folder))
+            return self._add_commits(*revert, ["am", "--3way", *flags, *paths])
 
     def remove(self, signoff: bool = False) -> str:
-        """Revert the commits of the series.
+        """Revert the commits of the series; return what was done.
 
         Raises:
             Refused: there are none, or they cannot be reverted.
         """
-        ours = self.commits()
-        if not ours:
+        if not (ours := self.commits()):
             raise Refused("the series is not there")
-        try:
-            self.git("revert", "--no-edit", *(["--signoff"] if signoff else []), *ours)
-        except Refused:
-            self.can("revert", "--abort")
-            raise
-        return f"reverted {len(ours)} commits"
+        flags = ["--signoff"] if signoff else []
+        return self._add_commits(["revert", "--no-edit", *flags, *ours])
+
+    def _add_commits(self, *commands: list[str]) -> str:
+        head = self.git("rev-parse", "HEAD")
+        # In a tree of its own: what fails half-way leaves nothing behind.
+        with tempfile.TemporaryDirectory() as folder:
+            self.git("worktree", "add", "--quiet", "--detach", folder, head)
+            try:
+                for command in commands:
+                    Fork(Path(folder)).git(*command)
+                new = Fork(Path(folder)).git("rev-parse", "HEAD")
+            finally:
+                self.git("worktree", "remove", "--force", folder)
+        self.git("merge", "--quiet", "--ff-only", new)
+        return self.git("log", "--oneline", "--reverse", f"{head}..")
 
 
 def required_names() -> list[str]:
@@ -259,18 +282,9 @@ def required_names() -> list[str]:
     return [*names, _GUARD_SINCE_FIRST_FIT]
 
 
-def _write(series: Iterator[tuple[str, str]], folder: Path) -> list[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, text in series:
-        (folder / name).write_text(text)
-        written.append(str(folder / name))
-    return written
-
-
 def main(argv: list[str] | None = None) -> int:
     """Do what the command line says; 1 when refused."""
-    parser = argparse.ArgumentParser(description=__doc__, add_help=True)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("patches", "apply", "remove"))
     parser.add_argument("checkout", type=Path, nargs="?", default=Path())
     parser.add_argument("--author", help="'Name <address>' (git's own identity)")
@@ -285,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
             print(fork.remove(args.signoff))
         else:
             author = args.author or fork.identity()
-            print("\n".join(_write(patches(author), args.output)))
+            print("\n".join(write_patches(author, args.output)))
     except Refused as reason:
         print(f"refused: {reason}", file=sys.stderr)
         return 1
