@@ -108,14 +108,23 @@ drill: install ## Kill and replace a prefill six times under traffic (QUICK=1, S
 matrix: install ## Unit and real-NIXL tests on vLLM 0.31.0, 0.32.0 and 0.33.0
 	@$(PY) -m nixl_lab.matrix
 
-.PHONY: upstream
-upstream: install ## vLLM's own NIXL suites, stock and ours, on three releases
-	@$(INSTALL) --vllm 0.31.0 --vllm 0.32.0 --vllm 0.33.0
-	@$(PY) -m nixl_lab.upstream
+.PHONY: fork
+fork: ## Commit the connector into a fork of vLLM (VLLM=path, ARGS="--signoff")
+	@$(PYTHON) -m tools.fork.series apply $(or $(VLLM),$(error VLLM=path is missing)) $(ARGS)
 
-.PHONY: cherry-pick
-cherry-pick: ## Commit the connector into a fork (VLLM=path/to/checkout)
-	@$(PYTHON) -m nixl_lab.cherry_pick $(or $(VLLM),$(error VLLM=path/to/checkout is missing)) --output dist
+.PHONY: fork-patches
+fork-patches: ## Write the same as patches for `git am` into dist/
+	@$(PYTHON) -m tools.fork.series patches $(ARGS)
+
+.PHONY: fork-check
+fork-check: install ## vLLM's own hooks and our unit tests on forks of three releases
+	@$(INSTALL) --vllm 0.31.0 --vllm 0.32.0 --vllm 0.33.0
+	@$(PY) -m tools.fork.check
+
+.PHONY: upstream
+upstream: install ## The same, and vLLM's own NIXL suites, stock and ours
+	@$(INSTALL) --vllm 0.31.0 --vllm 0.32.0 --vllm 0.33.0
+	@$(PY) -m tools.fork.check --suites
 
 .PHONY: lock
 lock: ## Resolve requirements/*.in anew with uv
