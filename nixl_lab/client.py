@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Requests to vLLM servers and to the proxy, with what a check needs of the answers."""
+"""Requests to vLLM servers and routers, with what a check needs of the answers."""
 
+import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,8 @@ _ASK_FOR_REMOTE_DECODE = {
     "remote_port": None,
 }
 
+PEERS_PATH = "/v1/nixl/peers"
+
 Tokens = tuple[int, ...]
 
 
@@ -39,6 +42,14 @@ class Answer:
     @property
     def ok(self) -> bool:
         return not self.error
+
+
+def new_session() -> aiohttp.ClientSession:
+    """A session that has the servers' API key, if `VLLM_API_KEY` is set."""
+    key = os.environ.get("VLLM_API_KEY")
+    return aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {key}"} if key else None
+    )
 
 
 def make_prompts(count: int, length: int = 200) -> list[str]:
@@ -127,6 +138,19 @@ async def prefill_only(
     ) as response:
         response.raise_for_status()
         return kv_params_of(await response.json())
+
+
+async def connected_engines(session: aiohttp.ClientSession, url: str) -> set[str]:
+    """The engines that any rank of an instance is connected to, as it says itself.
+
+    Raises:
+        aiohttp.ClientError: it does not say; a 404 means that it has no such list.
+    """
+    timeout = aiohttp.ClientTimeout(total=5)
+    async with session.get(url + PEERS_PATH, timeout=timeout) as response:
+        response.raise_for_status()
+        ranks = (await response.json())["ranks"]
+    return {peer["engine_id"] for rank in ranks for peer in rank["peers"]}
 
 
 async def reference_tokens(

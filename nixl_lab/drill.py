@@ -4,101 +4,124 @@
 
 Two or more prefill and two or more decode instances serve continuous traffic. The last
 prefill is killed and replaced again and again, the last decoder is restarted after the
-third time, and rules decide whether the decoders let go and everything else kept
-working. Writes drill.json and report.html; the exit status is 0 when all rules hold.
+third time, and rules decide whether the decoders released it and everything else kept
+working. Writes record.json, README.md and a picture; the exit status is 0 when all
+rules hold.
 """
 
 import argparse
 import asyncio
-import importlib.util
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from nixl_lab.arguments import DEFAULT_INTERVAL, seconds
-from nixl_lab.drill_rules import Record
+from nixl_lab.experiment import Experiment
+from nixl_lab.instances import CommandInstance, Commands
+from nixl_lab.progress import Steps
+from nixl_lab.record import DRILL_RULES, Record
+from nixl_lab.scenarios import drill
+from nixl_lab.session import (
+    add_server_arguments,
+    ask_version,
+    count,
+    local_experiment,
+    new_record,
+    numbered,
+    run,
+)
 
 _OWN_DEPLOYMENT = """\
 a deployment of your own:
   With --prefill and --decode nothing is started here: the drill brings its own proxy
   and clients, and kills and starts instances with the commands you give. The shell
   finds INSTANCE (the name), ROLE (prefill or decode) and URL in its environment. The
-  start command has to return; the drill then waits for /health. A log is read from
-  now on, and what a command prints twice counts twice. For example:
+  start command has to return; the drill then waits for /health. If the instance comes
+  back under another address, let the command print that as its last line. The servers'
+  API key is taken from VLLM_API_KEY. For example, in a checkout of this repository:
 
-    nixl-drill --prefill p1=http://10.0.0.1:8000 --prefill p2=http://10.0.0.2:8000 \\
+    python -m nixl_lab.drill \\
+        --prefill p1=http://10.0.0.1:8000 --prefill p2=http://10.0.0.2:8000 \\
         --decode d1=http://10.0.0.3:8000 --decode d2=http://10.0.0.4:8000 \\
         --kill 'kubectl delete pod "$INSTANCE" --grace-period=0 --force' \\
         --start 'kubectl apply -f "$INSTANCE.yaml"' \\
         --logs 'kubectl logs --follow --tail=0 "$INSTANCE"'
 
+  Releases are read off GET /v1/nixl/peers of the decoders; where they have no such
+  path, as with the stock connector, off their --logs. A log is read from now on, and
+  what a command prints twice counts twice.
+
   Answers are compared token by token with what the first prefill answers alone: the
   same weights and kernels on all instances, and batch-invariant ones, are needed.
 """
-_NEEDED = ("aiohttp", "matplotlib", "psutil", "rich")
 _DEFAULT_CYCLES = 6
+_DECODER_RESTART_AFTER = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the drill; returns the exit status."""
-    args = parse_args(argv)
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        print(
-            f"nixl-drill needs {', '.join(missing)}:"
-            " pip install 'vllm-nixl-heartbeat[lab]'",
-            file=sys.stderr,
-        )
-        return 1
-    from nixl_lab.drill_session import play
+    return asyncio.run(play(parse_args(argv)))
 
-    return asyncio.run(play(args))
+
+async def play(args: argparse.Namespace) -> int:
+    """Runs the drill; returns the exit status."""
+    record = new_record(
+        args,
+        [name for name, _ in args.prefill] or numbered("prefill", 2),
+        [name for name, _ in args.decode] or numbered("decode", 2),
+    )
+    record.about["cycles"] = str(args.cycles)
+    output = args.output.resolve()
+
+    async def played() -> str:
+        drilled = _own_deployment if args.prefill else local_experiment
+        async with drilled(args, record, output) as experiment:
+            await drill(
+                experiment, args.cycles, min(_DECODER_RESTART_AFTER, args.cycles)
+            )
+        return ""
+
+    return await run(played, record, DRILL_RULES, output)
+
+
+@contextlib.asynccontextmanager
+async def _own_deployment(
+    args: argparse.Namespace, record: Record, output: Path
+) -> AsyncIterator[Experiment]:
+    commands = Commands(args.kill, args.start, args.logs, output / "commands.log")
+    prefills = [CommandInstance(n, "prefill", u, commands) for n, u in args.prefill]
+    decoders = [CommandInstance(n, "decode", u, commands) for n, u in args.decode]
+    record.about["connector"] = "as deployed"
+    record.about["machine"] += " (runs the drill; the servers are elsewhere)"
+    await ask_version(record, decoders[-1].url)
+    experiment = Experiment(prefills, decoders, record, Steps())
+    async with experiment.running():
+        yield experiment
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="nixl-drill",
+        prog="python -m nixl_lab.drill",
         description=__doc__,
         epilog=_OWN_DEPLOYMENT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--cycles",
-        type=_count,
+        type=count,
         default=_DEFAULT_CYCLES,
         metavar="N",
         help=f"how often the prefill is killed (default {_DEFAULT_CYCLES})",
     )
     parser.add_argument(
-        "--interval",
-        type=seconds,
-        default=DEFAULT_INTERVAL,
-        metavar="SECONDS",
-        help="peer_heartbeat_interval: of servers started here, or what your own have"
-        f" (default {DEFAULT_INTERVAL:g}, the connector's)",
-    )
-    parser.add_argument(
         "--output",
         type=Path,
-        default=Path("nixl-drill"),
+        default=Path("build", "drill"),
         metavar="DIR",
-        help="takes drill.json, report.html and logs (default ./nixl-drill)",
+        help="takes record.json, README.md and logs (default build/drill)",
     )
-    parser.add_argument(
-        "--compare",
-        type=_record,
-        metavar="FILE",
-        help="drill.json of another drill, shown beside this one",
-    )
-    local = parser.add_argument_group("servers that are started here, on CPU")
-    local.add_argument(
-        "--stock",
-        action="store_true",
-        help="leave the plugin out: vLLM's own connector",
-    )
-    local.add_argument(
-        "--cache", type=Path, metavar="DIR", help="where the tiny model is kept"
-    )
+    add_server_arguments(parser)
     own = parser.add_argument_group("a deployment of your own, see below")
     for role in ("prefill", "decode"):
         own.add_argument(
@@ -111,10 +134,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     for name, what in (
         ("kill", "kills $INSTANCE without warning"),
-        ("start", "starts $INSTANCE again"),
-        ("logs", "follows the log of $INSTANCE from now on, such as tail -n 0 -F"),
+        ("start", "starts $INSTANCE again; may print its new URL last"),
+        ("logs", "follows the log of $INSTANCE from now on (optional)"),
     ):
-        own.add_argument(f"--{name}", metavar="COMMAND", help=f"shell command: {what}")
+        own.add_argument(f"--{name}", metavar="COMMAND", default="", help=what)
     args = parser.parse_args(argv)
     if args.prefill or args.decode:
         _check_own_deployment(parser, args)
@@ -132,21 +155,11 @@ def _check_own_deployment(
     names = [name for name, _ in args.prefill + args.decode]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         parser.error(f"--prefill, --decode: {', '.join(twice)} is named twice")
-    for name in ("kill", "start", "logs"):
+    for name in ("kill", "start"):
         if not getattr(args, name):
             parser.error(f"--{name} is needed with --prefill and --decode")
-    if args.stock:
-        parser.error("--stock is for servers that are started here")
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return value
+    if args.stock or args.vllm:
+        parser.error("--stock and --vllm are for servers that are started here")
 
 
 def _address(text: str) -> tuple[str, str]:
@@ -156,13 +169,6 @@ def _address(text: str) -> tuple[str, str]:
             f"{text!r} is not NAME=URL with an http:// or https:// address"
         )
     return name, url.rstrip("/")
-
-
-def _record(text: str) -> Record:
-    try:
-        return Record.read(Path(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

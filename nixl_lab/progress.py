@@ -64,10 +64,6 @@ class Steps:
             table.add_row(title, f"{seconds:.1f}")
         self._console.print(table)
 
-    def last_line(self, text: str) -> None:
-        """Shows the result."""
-        self._say(text)
-
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)
 

@@ -5,6 +5,7 @@
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import random
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -50,11 +51,14 @@ _SERVER_ENV = {
 # Outside the range that Linux takes ports for outgoing connections from: else
 # one of them may hold the port of a killed server when its replacement starts.
 _PORTS = range(20000, 30000)
-_LAST_WORDS = 12
-_LAST_WORDS_WIDTH = 150
+_SUMMARY_LINES = 12
+_SUMMARY_WIDTH = 150
 _FATAL_LINES = r"ERROR|Error\b|[Ff]atal|[Ss]ignal|died|Killed"
 _LOG_POLL_S = 0.02
 _READY_POLL_S = 0.25
+_IN_SERVER = Path(__file__).with_name("in_server")
+_EXTENSION = "lab_worker.LabWorkerExtension"
+_PLUGINS = "nixl_heartbeat,nixl_peer_admin"
 _KILL_TIMEOUT_S = 10.0
 _LOWEST_PRIORITY = 19
 _PR_SET_PDEATHSIG = 1
@@ -77,8 +81,9 @@ class ServerOptions:
         log_dir: Folder for one log file per server start.
         stock: Leave the plugin out, so that vLLM's own connector runs.
         interval: The connector's `peer_heartbeat_interval`; None for its default.
+        vllm: The release to run, out of `.venv/server-VERSION`; None for the one that
+            is installed.
         env: Further environment variables.
-        flags: Further flags.
         start_timeout: Seconds that a server may take until it is healthy.
     """
 
@@ -86,8 +91,8 @@ class ServerOptions:
     log_dir: Path
     stock: bool = False
     interval: float | None = None
+    vllm: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
     start_timeout: float = 600.0
 
 
@@ -104,8 +109,11 @@ class VllmServer:
         self.port = free_port()
         self.side_channel_port = free_port()
         self.url = f"http://{HOST}:{self.port}"
+        self.has_log = True
         self.starts = 0
+        self.tensor_parallel = 1
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped: list[psutil.Process] = []
 
     @property
     def log_path(self) -> Path:
@@ -120,8 +128,38 @@ class VllmServer:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self) -> None:
-        """Starts the server; to be called in the main thread.
+    async def start(self) -> None:
+        """Starts the server, on the ports that it had; returns when it serves."""
+        self.spawn()
+        await self.wait_ready()
+
+    async def kill(self) -> None:
+        """Sends SIGKILL to every process of the server and waits until all are gone."""
+        self.kill_now()
+
+    async def alive(self) -> bool:
+        """Whether the server's first process runs."""
+        return self.running
+
+    async def lines(self) -> AsyncIterator[str]:
+        """Each start's log, line by line as it is written, one after the other."""
+        for start in itertools.count(1):
+            while self.starts < start:
+                await asyncio.sleep(_LOG_POLL_S)
+            with self.log_of(start).open(errors="replace") as log:
+                rest = ""
+                while True:
+                    # Asked before reading: nothing follows once there is a new log.
+                    over = self.starts > start
+                    *lines, rest = (rest + log.read()).split("\n")
+                    for line in lines:
+                        yield line
+                    if over:
+                        break
+                    await asyncio.sleep(_LOG_POLL_S)
+
+    def spawn(self) -> None:
+        """Starts the server's processes; to be called in the main thread.
 
         The kernel takes the end of the calling thread for the death of the parent.
         """
@@ -160,8 +198,13 @@ class VllmServer:
         for worker in self.workers():
             _settle_threads(worker.pid)
 
-    def kill(self) -> None:
-        """Sends SIGKILL to every process of the server and waits until all are gone."""
+    def kill_now(self) -> None:
+        """Kills the server, also what a crash of its engine alone left of it."""
+        for process in self._stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _wait_until_ended(self._stopped)
+        self._stopped = []
         if self._process is None:
             return
         members = list(self._members())
@@ -171,39 +214,39 @@ class VllmServer:
         _wait_until_ended(members)
         self._process = None
 
+    def go_dark(self) -> None:
+        """Ends the server so that its peers see nothing of it.
+
+        Its workers, which hold the connections, stop instead of ending.
+        """
+        assert self._process is not None
+        self._stopped = self.workers()
+        for process in self._stopped:
+            process.suspend()
+        rest = [p for p in self._members() if p not in self._stopped]
+        for process in rest:
+            process.kill()
+        self._process.wait()
+        _wait_until_ended(rest)
+        self._process = None
+
     def workers(self) -> list[psutil.Process]:
         """The processes that hold the NIXL agents."""
+        return self.processes("VLLM::Worker")
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """The server's processes of a title: VLLM::Worker or VLLM::EngineCore."""
         found = []
         for process in self._members():
             with contextlib.suppress(psutil.Error):
-                if "VLLM::Worker" in " ".join(process.cmdline()):
+                if title in " ".join(process.cmdline()):
                     found.append(process)
         return found
 
-    def log_size(self) -> int:
-        """Where the log ends now: an offset for `wait_for_log`."""
-        return self.log_path.stat().st_size
-
-    async def wait_for_log(
-        self, pattern: str, offset: int = 0, timeout: float = 10.0
-    ) -> str | None:
-        """Returns the first matching log line after `offset`, None if none comes."""
-        deadline = time.monotonic() + timeout
-        while True:
-            lines = self.log_lines(pattern, offset)
-            if lines:
-                return lines[0]
-            if time.monotonic() > deadline:
-                return None
-            await asyncio.sleep(_LOG_POLL_S)
-
-    def log_lines(self, pattern: str, offset: int = 0) -> list[str]:
-        """The complete log lines after `offset` that match."""
-        with self.log_path.open("rb") as log:
-            log.seek(offset)
-            text = log.read().decode(errors="replace")
-        complete = text[: text.rfind("\n") + 1].splitlines()
-        return [line for line in complete if re.search(pattern, line)]
+    def log_lines(self, pattern: str) -> list[str]:
+        """The lines of the latest log that match."""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return [line for line in lines if re.search(pattern, line)]
 
     def log_tail(self, lines: int = 25) -> str:
         """The end of the log under a heading with its path, for error messages."""
@@ -212,21 +255,25 @@ class VllmServer:
         text = self.log_path.read_text(errors="replace")
         return "\n".join([f"--- {self.log_path}", *text.splitlines()[-lines:]])
 
-    def last_words(self) -> str:
+    def crash_summary(self) -> str:
         """How a server that nobody killed ended, in a few lines."""
+        if self.starts == 0:
+            return f"{self.name} was never started"
         status = self._process.poll() if self._process else None
-        lines = [line[:_LAST_WORDS_WIDTH] for line in self.log_lines(_FATAL_LINES)]
+        lines = [line[:_SUMMARY_WIDTH] for line in self.log_lines(_FATAL_LINES)]
         # The first errors are the cause, the last ones name the exception.
-        if len(lines) > _LAST_WORDS:
-            lines[_LAST_WORDS // 2 : -_LAST_WORDS // 2] = ["..."]
-        heading = f"{self.name} ended with status {status}; {self.log_path}:"
+        if len(lines) > _SUMMARY_LINES:
+            lines[_SUMMARY_LINES // 2 : -_SUMMARY_LINES // 2] = ["..."]
+        heading = f"{self.name}, exit status {status}; {self.log_path}:"
         return "\n".join([heading, *lines])
 
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", HOST, "--port", str(self.port)]
         command += ["--model", str(self.options.model), *_SERVER_FLAGS]
-        command += self.options.flags
+        command += ["--worker-extension-cls", _EXTENSION]
+        if self.tensor_parallel > 1:
+            command += ["--tensor-parallel-size", str(self.tensor_parallel)]
         return [*command, "--kv-transfer-config", json.dumps(self._kv_transfer())]
 
     def _kv_transfer(self) -> dict[str, object]:
@@ -243,12 +290,15 @@ class VllmServer:
         }
 
     def _environment(self) -> dict[str, str]:
-        env = {**os.environ, **_SERVER_ENV}
-        env.pop("VLLM_PLUGINS", None)
-        env |= self.options.env
+        env = {**os.environ, **_SERVER_ENV, **self.options.env}
+        path = [str(_IN_SERVER)]
+        if self.options.vllm is not None:
+            path.insert(0, str(release_folder(self.options.vllm)))
+            # 0.33.0's Python is a CUDA build and would look for a GPU.
+            env["VLLM_TARGET_DEVICE"] = "cpu"
+        env["PYTHONPATH"] = os.pathsep.join(path)
         env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
-        if self.options.stock:
-            env["VLLM_PLUGINS"] = ""
+        env["VLLM_PLUGINS"] = "" if self.options.stock else _PLUGINS
         return env
 
     def _members(self) -> Iterator[psutil.Process]:
@@ -283,7 +333,7 @@ class Deployment:
     async def start_all(self) -> None:
         """Starts all servers at once and waits until each is ready."""
         for server in self.servers.values():
-            server.start()
+            server.spawn()
         try:
             async with asyncio.TaskGroup() as group:
                 for server in self.servers.values():
@@ -305,7 +355,12 @@ class Deployment:
         trace: TracebackType | None,
     ) -> None:
         for server in self.servers.values():
-            server.kill()
+            server.kill_now()
+
+
+def release_folder(version: str) -> Path:
+    """Where `tools/install.py --server` puts a release that can serve on a CPU."""
+    return Path(sys.prefix) / f"server-{version}"
 
 
 def free_port() -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A server that a drill takes for vLLM; run as `fake_vllm.py PORT [FLAW]`.
+"""A server that the lab takes for vLLM; run as `fake_vllm.py PORT [FLAW]`.
 
-As a decoder it writes the release line once a prefill that it knows no longer
-listens. The flaw, if any, is one of "keeps" (it never releases), "wrong" (its
-tokens) and "logs" (errors nobody expects).
+As a decoder it releases a prefill once that no longer listens. The flaw, if any, is
+one of "keeps" (it never releases), "wrong" (its tokens), "logs" (errors nobody
+expects) and "stock" (no list of peers, but a line in its log).
 """
 
 import asyncio
@@ -47,6 +47,14 @@ class FakeVllm:
                 answer["choices"][0]["token_ids"] = TOKENS[::-1]
         return web.json_response(answer)
 
+    async def list_peers(self, request: web.Request) -> web.Response:
+        if os.environ.get("VLLM_API_KEY"):
+            key = f"Bearer {os.environ['VLLM_API_KEY']}"
+            if request.headers.get("Authorization") != key:
+                raise web.HTTPUnauthorized
+        peers = [{"engine_id": engine} for engine in self.peers]
+        return web.json_response({"ranks": [{"peers": peers}]})
+
     async def watch(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
@@ -55,17 +63,21 @@ class FakeVllm:
                     _, writer = await asyncio.open_connection("127.0.0.1", port)
                     writer.close()
                 except OSError:
+                    if self.flaw == "keeps":
+                        continue
                     del self.peers[engine]
                     if self.flaw == "logs":
                         say("ERROR 11-30 08:00:00 [core.py:7] CUDA error 700")
-                    if self.flaw != "keeps":
-                        say(f"INFO 11-30 08:00:00 NIXL peer released: {engine} | ...")
+                    if self.flaw == "stock":
+                        say(f"Released NIXL state for old remote engine {engine}")
 
     async def serve(self) -> None:
         app = web.Application()
         app.router.add_get("/health", self.health)
         app.router.add_get("/version", self.version)
         app.router.add_post("/v1/completions", self.completions)
+        if self.flaw != "stock":
+            app.router.add_get("/v1/nixl/peers", self.list_peers)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self.port).start()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The drill from its command line to its report, with fake servers."""
+"""Drill, demo and soak from their command lines to their reports, with fake servers."""
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,26 +17,27 @@ import psutil
 import pytest
 
 from nixl_lab import drill
-from nixl_lab.drill_instances import CommandInstance, Commands, InstanceError
-from nixl_lab.drill_rules import Record, judge, release_times
+from nixl_lab.instances import CommandInstance, Commands, InstanceError
+from nixl_lab.record import DRILL_RULES, Record, judge
 from nixl_lab.servers import free_port
 
 HERE = Path(__file__).parent
 OWN = [
     *("--prefill=p1=http://h:1", "--prefill=p2=http://h:2"),
     *("--decode=d1=http://h:3", "--decode=d2=http://h:4"),
-    *("--kill=k", "--start=s", "--logs=l"),
+    *("--kill=k", "--start=s"),
 ]
 
 
 @contextmanager
-def drilling(output: Path, flaw: str, *arguments: str) -> Iterator[subprocess.Popen]:
-    """A drill in a process of its own; fails the test if it leaves any behind."""
-    mark = {"DRILL_TEST": str(output)}
-    command = [sys.executable, str(HERE / "drill_with_fakes.py"), flaw]
-    command += [f"--output={output}", *arguments]
+def playing(
+    output: Path, flaw: str, *arguments: str, what: str = "drill"
+) -> Iterator[subprocess.Popen]:
+    """A command in a process of its own; fails the test if it leaves any behind."""
+    mark = {"LAB_TEST": str(output)}
+    command = [sys.executable, str(HERE / "lab_with_fakes.py"), what, flaw]
     with subprocess.Popen(
-        command,
+        [*command, f"--output={output}", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **mark, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -61,68 +63,72 @@ def _has(process: psutil.Process, mark: dict[str, str]) -> bool:
     return alive and mark.items() <= environ.items()
 
 
-def run_drill(output: Path, flaw: str = "", *arguments: str) -> tuple[int, str, Record]:
-    with drilling(output, flaw, *arguments) as process:
+def run(
+    output: Path, flaw: str = "", *arguments: str, what: str = "drill"
+) -> tuple[int, str, Record]:
+    with playing(output, flaw, *arguments, what=what) as process:
         assert process.stdout is not None
         said = process.stdout.read()
-    return process.returncode, said, Record.read(output / "drill.json")
+    return process.returncode, said, Record.read(output / "record.json")
 
 
 def failed_rules(record: Record) -> list[str]:
-    return [rule.text for rule in judge(record) if not rule.passed]
+    return [rule.text for rule in judge(record, DRILL_RULES) if not rule.passed]
 
 
-def test_a_drill_that_passes(tmp_path: Path) -> None:
-    status, said, record = run_drill(tmp_path / "out", "", "--cycles=2")
+def test_a_drill_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    status, said, record = run(tmp_path, "", "--cycles=2")
     assert status == 0, said
-    assert [o.instance for o in record.outages] == [
-        "prefill-2",
-        "prefill-2",
-        "decode-2",
-    ]
-    times = release_times(record)
+    hit = [fault.instances for fault in record.faults]
+    assert hit == [["prefill-2"], ["prefill-2"], ["decode-2"]]
+    times = record.release_times()
     assert len(times) == 4
     assert all(t is not None and 0 < t < 2 for t in times)
     pairs = {(r.prefill, r.decode) for r in record.requests if not r.error}
     assert len(pairs) == 4
     assert "cycle 2 of 2" in said
     assert "requests/s" in said
-    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "README.md").read_text().startswith("# Passed")
+
+
+def test_a_demo_is_a_drill_of_one_cycle(tmp_path: Path) -> None:
+    status, said, record = run(tmp_path, what="demo")
+    assert status == 0, said
+    assert re.fullmatch(r"released in \d+\.\d s", said.splitlines()[-1])
+    assert [fault.instances for fault in record.faults] == [["prefill-2"]]
 
 
 def test_a_decoder_that_keeps_a_dead_prefill_fails_the_drill(tmp_path: Path) -> None:
-    limit = ("--cycles=1", "--interval=0.1")
-    status, said, record = run_drill(tmp_path / "out", "keeps", *limit)
+    status, said, record = run(tmp_path, "keeps", "--cycles=1", "--interval=0.1")
     assert status == 1, said
     assert "decode-1: not released in time" in said
     assert [rule[:21] for rule in failed_rules(record)] == ["Each decoder releases"]
     assert "FAIL  Each decoder releases" in said
 
-    compared = (*limit, f"--compare={tmp_path / 'out' / 'drill.json'}")
-    status, said, record = run_drill(tmp_path / "ours", "", *compared)
+
+def test_a_connector_without_a_list_of_peers_is_judged_by_its_log(
+    tmp_path: Path,
+) -> None:
+    status, said, record = run(tmp_path, "stock", "--cycles=1")
     assert status == 0, said
-    report = (tmp_path / "ours" / "report.html").read_text()
-    assert "<td>pass: 2 of 2 in time</td><td>FAIL: 0 of 2 in time, 2 never</td>" in (
-        report
-    )
+    assert record.release_times() == [pytest.approx(1, abs=1)] * 2
 
 
 def test_unexpected_errors_fail_the_drill(tmp_path: Path) -> None:
-    status, said, record = run_drill(tmp_path / "out", "logs", "--cycles=1")
+    status, said, record = run(tmp_path, "logs", "--cycles=1")
     assert status == 1, said
-    assert record.kinds() == {("CUDA error #", False): 2}
+    assert sorted(record.log_errors) == [f"decode-{n}: CUDA error #" for n in (1, 2)]
     assert len(failed_rules(record)) == 1
 
 
-def test_wrong_tokens_end_the_drill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with drilling(tmp_path / "out", "wrong", "--cycles=1") as process:
-        said = _wait_for(process, "traffic through every pair")
+def test_wrong_tokens_fail_the_drill(tmp_path: Path) -> None:
+    with playing(tmp_path, "wrong", "--cycles=1") as process:
+        said = _wait_for(process, "answers through")
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
-    record = Record.read(tmp_path / "out" / "drill.json")
-    assert record.causes().keys() == {"other: wrong tokens"}, said
+    record = Record.read(tmp_path / "record.json")
+    assert record.causes().keys() == {"NO CAUSE: wrong tokens"}, said
     assert "Every answer has the reference's tokens." in failed_rules(record)
 
 
@@ -130,7 +136,7 @@ def test_wrong_tokens_end_the_drill(
     ("at", "signum"),
     [
         ("start prefill-1", signal.SIGINT),
-        ("traffic through", signal.SIGTERM),
+        ("answers through", signal.SIGTERM),
         ("watch the decoders", signal.SIGINT),
         ("start a replacement", signal.SIGTERM),
     ],
@@ -138,44 +144,36 @@ def test_wrong_tokens_end_the_drill(
 def test_an_interrupt_leaves_a_report_and_nothing_else(
     tmp_path: Path, at: str, signum: signal.Signals
 ) -> None:
-    with drilling(tmp_path / "out", "keeps", "--cycles=1") as process:
+    with playing(tmp_path, "keeps", "--cycles=1") as process:
         said = _wait_for(process, f"...     {at}")
         process.send_signal(signum)
         process.send_signal(signum)
         assert process.stdout is not None
         said += process.stdout.read()
     assert process.returncode == 130, said
-    record = Record.read(tmp_path / "out" / "drill.json")
+    record = Record.read(tmp_path / "record.json")
     assert record.stopped == "interrupted"
-    assert not judge(record)[0].passed
-    assert "failed, incomplete" in (tmp_path / "out" / "report.html").read_text()
+    assert "# Failed, incomplete" in (tmp_path / "README.md").read_text()
 
 
 def test_an_instance_that_exits_ends_the_drill(tmp_path: Path) -> None:
-    with drilling(tmp_path / "out", "keeps", "--cycles=1") as process:
+    with playing(tmp_path, "keeps", "--cycles=1") as process:
         said = _wait_for(process, "watch the decoders")
-        victim = next(
+        log = str(tmp_path / "logs" / "decode-1.1.log")
+        target = next(
             p
             for p in psutil.Process(process.pid).children(recursive=True)
-            if _decoder_log(tmp_path / "out") in _open_files(p)
+            if os.readlink(f"/proc/{p.pid}/fd/1") == log
         )
-        victim.kill()
+        target.kill()
         assert process.stdout is not None
         said += process.stdout.read()
     assert process.returncode == 1, said
-    record = Record.read(tmp_path / "out" / "drill.json")
-    assert [e.instance for e in record.exits] == ["decode-1"]
-    assert "No decoder process exits." in failed_rules(record)
+    record = Record.read(tmp_path / "record.json")
+    assert record.exits == ["decode-1"]
+    assert "No instance exits that nobody killed." in failed_rules(record)
     assert "decode-1 is gone" in record.stopped
-    assert "decode-1 ended with status -9;" in said
-
-
-def _decoder_log(output: Path) -> str:
-    return str(output / "logs" / "decode-1.1.log")
-
-
-def _open_files(process: psutil.Process) -> list[str]:
-    return [os.readlink(f"/proc/{process.pid}/fd/1")]
+    assert "decode-1, exit status -9;" in said
 
 
 def _wait_for(process: subprocess.Popen, text: str) -> str:
@@ -241,35 +239,41 @@ async def test_a_command_that_fails_is_reported(tmp_path: Path) -> None:
     assert "no luck" in (tmp_path / "log").read_text()
 
 
-def test_a_deployment_of_one_s_own(tmp_path: Path, commands: Commands) -> None:
+def test_a_deployment_of_one_s_own(
+    tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an API key, no logs, and a prefill that comes back elsewhere."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     names = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
     urls = {name: f"http://127.0.0.1:{free_port()}" for name in names}
     arguments = [f"--{role}={name}={urls[name]}" for name, role in names.items()]
-    for what in ("kill", "start", "logs"):
-        arguments.append(f"--{what}={getattr(commands, what)}")
+    elsewhere = f"http://127.0.0.1:{free_port()}"
+    start = (
+        f'if [ "$INSTANCE" = p2 ]; then URL={elsewhere}; fi\n'
+        f"{commands.start}\necho $URL"
+    )
+    arguments += [f"--kill={commands.kill}", f"--start={start}"]
     try:
         for name in names:
             (tmp_path / f"{name}.log").touch()
             environment = {**os.environ, "INSTANCE": name, "URL": urls[name]}
             subprocess.run(commands.start, shell=True, env=environment, check=True)
         _await_serving(tmp_path, names)
-        command = [sys.executable, str(HERE / "drill_with_fakes.py"), ""]
+        command = [sys.executable, str(HERE / "lab_with_fakes.py"), "drill", ""]
         command += [f"--output={tmp_path / 'out'}", "--cycles=1", *arguments]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            timeout=60,
+            command, capture_output=True, text=True, env=env, timeout=60
         )
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
         for name in names:
             environment = {**os.environ, "INSTANCE": name}
             subprocess.run(commands.kill, shell=True, env=environment, stderr=-3)
-    record = Record.read(tmp_path / "out" / "drill.json")
+    record = Record.read(tmp_path / "out" / "record.json")
     assert record.about["vLLM"] == "0.0.0"
-    assert [o.instance for o in record.outages] == ["p2", "d2"]
+    assert [fault.instances for fault in record.faults] == [["p2"], ["d2"]]
+    assert all(record.release_times())
 
 
 def _await_serving(folder: Path, names: dict[str, str]) -> None:
@@ -289,10 +293,9 @@ def _await_serving(folder: Path, names: dict[str, str]) -> None:
         (["--prefill=p1=h:1"], "--prefill: 'p1=h:1' is not NAME=URL"),
         (OWN[1:], "--prefill is needed at least twice"),
         ([*OWN, "--decode=p1=http://h:5"], "p1 is named twice"),
-        (OWN[:-1], "--logs is needed with --prefill and --decode"),
-        ([*OWN, "--stock"], "--stock is for servers that are started here"),
+        (OWN[:-1], "--start is needed with --prefill and --decode"),
+        ([*OWN, "--stock"], "--stock and --vllm are for servers that are started"),
         (OWN[4:], "--kill, --start and --logs need --prefill and --decode"),
-        (["--compare=/dev/null"], "--compare: /dev/null is no drill.json"),
     ],
 )
 def test_bad_arguments_are_named(
@@ -301,11 +304,3 @@ def test_bad_arguments_are_named(
     with pytest.raises(SystemExit):
         drill.parse_args(arguments)
     assert complaint in capsys.readouterr().err
-
-
-def test_what_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(drill, "_NEEDED", ("aiohttp", "no_such_module"))
-    assert drill.main([]) == 1
-    assert "nixl-drill needs no_such_module: pip install" in capsys.readouterr().err

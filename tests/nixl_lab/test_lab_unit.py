@@ -3,6 +3,7 @@
 """The lab's parts that need no vLLM server."""
 
 import asyncio
+import dataclasses
 import hashlib
 import os
 import signal
@@ -29,9 +30,10 @@ from nixl_lab.client import (
     completion_body,
     prefill_body,
 )
-from nixl_lab.lab import LabError
+from nixl_lab.experiment import ExperimentError
 from nixl_lab.proxy import Backend, Pool, Proxy
-from nixl_lab.scenarios import judge_dead_route, p95, release_line
+from nixl_lab.record import Fault, p95
+from nixl_lab.scenarios import judge_dead_route, release_line
 from nixl_lab.servers import Deployment, ServerError, ServerOptions, VllmServer
 
 HEALTH_INTERVAL = 0.02
@@ -229,27 +231,35 @@ def server(tmp_path: Path) -> Any:
     options = ServerOptions(tmp_path, tmp_path, start_timeout=0.5)
     server = SleepingServer("sleeper", "prefill", options)
     yield server
-    server.kill()
+    server.kill_now()
+
+
+async def _line(server: SleepingServer) -> str:
+    async with asyncio.timeout(10):
+        async for line in server.lines():
+            return line
+    raise AssertionError
 
 
 async def test_kill_ends_the_whole_group(server: SleepingServer) -> None:
-    server.start()
-    assert await server.wait_for_log("up")
+    server.spawn()
+    assert await _line(server) == "up"
     members = list(server._members())
     assert len(members) >= 3
-    server.kill()
+    await server.kill()
     assert not server.running
     assert not any(_alive(p) for p in members)
 
 
-async def test_logs_of_each_start_are_kept_apart(server: SleepingServer) -> None:
-    server.start()
-    assert await server.wait_for_log("up") == "up"
-    assert await server.wait_for_log("up", server.log_size(), timeout=0.05) is None
-    server.kill()
-    server.start()
-    assert server.log_path.name == "sleeper.2.log"
-    assert await server.wait_for_log("up") == "up"
+async def test_logs_of_each_start_are_kept_apart_and_read_as_one(
+    server: SleepingServer,
+) -> None:
+    lines = server.lines()
+    for start in (1, 2):
+        server.spawn()
+        assert await anext(lines) == "up"
+        assert server.log_path.name == f"sleeper.{start}.log"
+        await server.kill()
 
 
 async def test_a_server_that_ends_while_starting_is_reported(
@@ -258,7 +268,7 @@ async def test_a_server_that_ends_while_starting_is_reported(
     monkeypatch.setattr(
         server, "_command", lambda: ["sh", "-c", "echo no luck; exit 3"]
     )
-    server.start()
+    server.spawn()
     with pytest.raises(ServerError, match="(?s)ended while starting.*no luck"):
         await server.wait_ready()
 
@@ -266,7 +276,7 @@ async def test_a_server_that_ends_while_starting_is_reported(
 async def test_a_server_that_never_gets_ready_is_reported(
     server: SleepingServer,
 ) -> None:
-    server.start()
+    server.spawn()
     with pytest.raises(ServerError, match="not healthy after"):
         await server.wait_ready()
 
@@ -279,8 +289,8 @@ def test_no_server_outlives_the_process_that_started_it(
         f"""
         import asyncio, signal, sys
         from pathlib import Path
-        from nixl_lab import demo
         from nixl_lab.servers import Deployment, ServerOptions, VllmServer
+        from nixl_lab.session import end_on_signals
 
         # Ignored where tests run in the background of a shell.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -288,10 +298,10 @@ def test_no_server_outlives_the_process_that_started_it(
         folder = Path({str(tmp_path)!r})
 
         async def main():
-            demo.stop_on_sigterm()
+            end_on_signals()
             async with Deployment(ServerOptions(folder, folder)) as deployment:
                 server = deployment.add("sleeper", "prefill")
-                server.start()
+                server.spawn()
                 while len(list(server._members())) < 2:
                     await asyncio.sleep(0.01)
                 print(*(p.pid for p in server._members()), flush=True)
@@ -325,15 +335,20 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_stock_leaves_the_plugin_and_its_knob_out(tmp_path: Path) -> None:
-    ours = VllmServer("a", "decode", ServerOptions(tmp_path, tmp_path, interval=1.5))
-    stock = VllmServer(
-        "b", "decode", ServerOptions(tmp_path, tmp_path, interval=1.5, stock=True)
-    )
+def test_stock_leaves_the_plugin_and_its_option_out(tmp_path: Path) -> None:
+    options = ServerOptions(tmp_path, tmp_path, interval=1.5)
+    ours = VllmServer("a", "decode", options)
+    stock = VllmServer("b", "decode", dataclasses.replace(options, stock=True))
     assert '"peer_heartbeat_interval": 1.5' in ours._command()[-1]
     assert "peer_heartbeat_interval" not in stock._command()[-1]
-    assert "VLLM_PLUGINS" not in ours._environment()
+    assert "nixl_heartbeat" in ours._environment()["VLLM_PLUGINS"]
     assert stock._environment()["VLLM_PLUGINS"] == ""
+
+
+def test_a_server_runs_the_release_that_it_is_told(tmp_path: Path) -> None:
+    options = ServerOptions(tmp_path, tmp_path, vllm="0.33.0")
+    path = VllmServer("a", "decode", options)._environment()["PYTHONPATH"]
+    assert path.split(os.pathsep)[0] == f"{sys.prefix}/server-0.33.0"
 
 
 def test_reset_connection_or_a_reason_why_not() -> None:
@@ -344,8 +359,10 @@ def test_reset_connection_or_a_reason_why_not() -> None:
 
 
 def test_release_line() -> None:
-    assert release_line(1.234) == "released in 1.2 s"
-    assert release_line(None) == "never released within 20 s"
+    fault = Fault("kill", ["p"], 0.0, releases={"d1": 1.234, "d2": 1.0})
+    assert release_line(fault) == "released in 1.2 s"
+    fault.releases["d2"] = None
+    assert release_line(fault) == "never released within 20 s"
 
 
 def test_judge_dead_route_allows_one_slow_failure() -> None:
@@ -356,16 +373,16 @@ def test_judge_dead_route_allows_one_slow_failure() -> None:
     slower = [Answer("p", 0.2, (1,)) for _ in range(40)]
     quick = [failed(0.01)] * 20
     assert "1.00x" in judge_dead_route([failed(5.0), *quick], healthy, healthy)
-    with pytest.raises(LabError, match="2 took 1 s or longer"):
+    with pytest.raises(ExperimentError, match="2 took 1 s or longer"):
         judge_dead_route([failed(5.0), failed(5.0), *quick], healthy, healthy)
-    with pytest.raises(LabError, match="2.00x"):
+    with pytest.raises(ExperimentError, match="2.00x"):
         judge_dead_route(quick, healthy, slower)
-    with pytest.raises(LabError, match="was answered"):
+    with pytest.raises(ExperimentError, match="was answered"):
         judge_dead_route([*quick, healthy[0]], healthy, healthy)
 
 
 def test_p95() -> None:
-    assert p95([float(n) for n in range(1, 101)]) == pytest.approx(95.95)
+    assert p95([float(n) for n in range(1, 101)]) == pytest.approx(95.05)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
@@ -392,13 +409,13 @@ async def test_a_failed_start_ends_the_whole_deployment(
     assert not good.running
 
 
-def test_last_words_are_the_first_errors_and_the_last(tmp_path: Path) -> None:
+def test_a_crash_is_summed_up_by_its_first_errors_and_its_last(tmp_path: Path) -> None:
     server = VllmServer("a", "decode", ServerOptions(tmp_path, tmp_path))
     server.starts = 1
     errors = [f"ERROR {number} {'x' * 200}" for number in range(30)]
     server.log_path.write_text("\n".join(["INFO fine", *errors, "INFO end", ""]))
-    heading, *lines = server.last_words().splitlines()
-    assert heading == f"a ended with status None; {server.log_path}:"
+    heading, *lines = server.crash_summary().splitlines()
+    assert heading == f"a, exit status None; {server.log_path}:"
     assert [line.split()[1] if " " in line else line for line in lines] == [
         *map(str, range(6)),
         "...",
@@ -414,11 +431,11 @@ def test_demo_fails_with_the_relevant_log_lines(
 ) -> None:
     script = "echo chatter; echo ERROR: no memory left; exit 1"
     monkeypatch.setattr(VllmServer, "_command", lambda _: ["sh", "-c", script])
-    status = demo.main([f"--cache={tmp_path}", f"--keep-logs={tmp_path / 'logs'}"])
+    status = demo.main([f"--cache={tmp_path}", f"--output={tmp_path / 'out'}"])
     shown = capsys.readouterr()
     assert status == 1
     assert "FAILED  start prefill-1, prefill-2, decode-1" in shown.out
-    assert "ERROR: no memory left" in shown.out
+    assert "ERROR: no memory left" in shown.err
     assert "ended while starting" in shown.err
     assert "released" not in shown.out
 

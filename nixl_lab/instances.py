@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The instances of a drill: servers of this machine, or a deployment's, by command."""
+"""What an experiment needs of an instance, and those of a deployment, by command."""
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ from typing import Protocol
 
 import aiohttp
 
-from nixl_lab.servers import Role, VllmServer, is_healthy
+from nixl_lab.servers import Role, is_healthy
 
 _POLL_S = 0.05
 _HEALTH_POLL_S = 1.0
@@ -26,11 +25,11 @@ _LINE_LIMIT = 1 << 20
 
 
 class InstanceError(RuntimeError):
-    """An instance did not do what the drill asked of it."""
+    """An instance did not do what was asked of it."""
 
 
 class Instance(Protocol):
-    """What a drill needs of an instance."""
+    """What an experiment needs of an instance."""
 
     @property
     def name(self) -> str: ...
@@ -41,6 +40,9 @@ class Instance(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def has_log(self) -> bool: ...
+
     async def kill(self) -> None:
         """Kills it without warning; returns when it is gone."""
 
@@ -50,55 +52,11 @@ class Instance(Protocol):
     async def alive(self) -> bool:
         """Whether its process still runs."""
 
-    def last_words(self) -> str:
+    def crash_summary(self) -> str:
         """What is known about its end; empty if nothing is."""
 
     def lines(self) -> AsyncIterator[str]:
         """Its log, line by line as it is written, through all restarts."""
-
-
-class LocalInstance:
-    """A server that the drill runs itself."""
-
-    def __init__(self, server: VllmServer) -> None:
-        self.server = server
-        self.name = server.name
-        self.role: Role = server.role
-        self.url = server.url
-
-    async def kill(self) -> None:
-        """Kills the whole process group with SIGKILL."""
-        self.server.kill()
-
-    async def start(self) -> None:
-        """Starts the server again, on the same ports."""
-        self.server.start()
-        await self.server.wait_ready()
-
-    async def alive(self) -> bool:
-        """Whether the server's first process runs."""
-        return self.server.running
-
-    def last_words(self) -> str:
-        """The server's exit status and the errors in its log."""
-        return self.server.last_words()
-
-    async def lines(self) -> AsyncIterator[str]:
-        """Each start's log file, one after the other."""
-        for start in itertools.count(1):
-            while self.server.starts < start:
-                await asyncio.sleep(_POLL_S)
-            with self.server.log_of(start).open(errors="replace") as log:
-                rest = ""
-                while True:
-                    # Asked before reading: nothing follows once there is a new log.
-                    over = self.server.starts > start
-                    *lines, rest = (rest + log.read()).split("\n")
-                    for line in lines:
-                        yield line
-                    if over:
-                        break
-                    await asyncio.sleep(_POLL_S)
 
 
 @dataclass(frozen=True)
@@ -109,8 +67,9 @@ class Commands:
 
     Attributes:
         kill: Kills the instance.
-        start: Starts its replacement and returns.
-        logs: Keeps writing the lines that are added to its log.
+        start: Starts its replacement and returns. Where that has another address, it
+            is the last line that the command prints.
+        logs: Keeps writing the lines that are added to its log; may be empty.
         output: File that takes what `kill` and `start` print.
     """
 
@@ -127,6 +86,7 @@ class CommandInstance:
         self.name = name
         self.role: Role = role
         self.url = url
+        self.has_log = bool(commands.logs)
         self._commands = commands
 
     async def kill(self) -> None:
@@ -143,7 +103,9 @@ class CommandInstance:
 
     async def start(self) -> None:
         """Runs the command and waits until the instance is healthy."""
-        await self._run("start", self._commands.start)
+        last = await self._run("start", self._commands.start)
+        if last.startswith(("http://", "https://")):
+            self.url = last.rstrip("/")
         deadline = time.monotonic() + _START_TIMEOUT_S
         async with aiohttp.ClientSession() as session:
             while not await is_healthy(session, self.url):
@@ -168,13 +130,13 @@ class CommandInstance:
         except aiohttp.ClientError:
             return False
 
-    def last_words(self) -> str:
+    def crash_summary(self) -> str:
         """Nothing: the deployment has its own logs."""
         return ""
 
     async def lines(self) -> AsyncIterator[str]:
         """What the logs command prints; begun again whenever it ends."""
-        while True:
+        while self._commands.logs:
             async with _process(
                 self._commands.logs,
                 self._environment(),
@@ -187,19 +149,24 @@ class CommandInstance:
                 await process.wait()
             await asyncio.sleep(_LOGS_PAUSE_S)
 
-    async def _run(self, what: str, command: str) -> None:
-        with self._commands.output.open("ab") as output:
+    async def _run(self, what: str, command: str) -> str:
+        """Runs a command; returns the last line that it printed."""
+        with self._commands.output.open("ab+") as output:
             output.write(f"$ {command}  # {self.name}\n".encode())
             output.flush()
+            begin = output.tell()
             async with _process(
                 command, self._environment(), stdout=output, stderr=output
             ) as process:
                 status = await process.wait()
+            output.seek(begin)
+            lines = output.read().decode(errors="replace").split("\n")
         if status:
             raise InstanceError(
                 f"the {what} command for {self.name} ended with {status}: {command}\n"
                 f"its output is in {self._commands.output}"
             )
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def _environment(self) -> dict[str, str]:
         return {

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The drill's command line with fake servers in vLLM's place.
+"""A command line of the lab with fake servers in vLLM's place.
 
-Run as `drill_with_fakes.py FLAW ARGUMENT...`.
+Run as `lab_with_fakes.py drill|demo|soak FLAW ARGUMENT...`.
 """
 
+import importlib
 import signal
 import sys
 from pathlib import Path
 
-from nixl_lab import drill, drill_run, drill_session
+from nixl_lab import scenarios, session
 from nixl_lab.servers import VllmServer
 
 
@@ -21,8 +22,8 @@ def command(server: VllmServer, flaw: str) -> list[str]:
 if __name__ == "__main__":
     # Ignored where tests run in the background of a shell.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    flaw, *arguments = sys.argv[1:]
+    module, flaw, *arguments = sys.argv[1:]
     setattr(VllmServer, "_command", lambda server: command(server, flaw))  # noqa: B010
-    setattr(drill_session, "ensure_model", lambda cache: cache)  # noqa: B010
-    drill_run._STEADY_S = 0.3
-    sys.exit(drill.main(arguments))
+    setattr(session, "ensure_model", lambda cache: cache)  # noqa: B010
+    scenarios._STEADY_S = 0.3
+    sys.exit(importlib.import_module(f"nixl_lab.{module}").main(arguments))
