@@ -38,7 +38,7 @@ class PeerAdminMixin(_PeerWorker):
             now = self._peers.clock()
             # What has been read while no step ran is accounted for by the next one;
             # each of a request's readers notifies, with the number of them.
-            num_read = Counter(self.consumer_notification_counts_by_req)
+            num_read: Counter[str] = Counter(self.consumer_notification_counts_by_req)
             read = set()
             for notif in self._agent.kept_notifs():
                 req_id, _, readers = notif.decode("utf-8", "replace").rpartition(":")
