@@ -7,11 +7,12 @@ names the worker extension. The routes are under ``/v1``, where vLLM asks for th
 server's API key if it has one.
 """
 
+import asyncio
 from argparse import Namespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Body, FastAPI, HTTPException, Request
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from .nixl_peers.admin import NixlPeerWorkerExtension
 
@@ -32,6 +33,14 @@ class PeerName(BaseModel):
     engine_id: str | None = None
     address: str | None = None
     """Host and port of the side channel, as the decoder knows it: "host:port"."""
+
+    @field_validator("address")
+    @classmethod
+    def _without_brackets(cls, address: str | None) -> str | None:
+        # A worker writes an IPv6 address as it got it from the prefill: without.
+        if address is not None and address.startswith("["):
+            return address[1:].replace("]:", ":", 1)
+        return address
 
     @model_validator(mode="after")
     def _is_one_name(self) -> "PeerName":
@@ -54,7 +63,7 @@ class NixlPeerAdmin:
             engine = request.app.state.nixl_peer_admin_engine
             if engine is None:
                 raise HTTPException(501, "This server has no engine.")
-            return {"ranks": await engine.collective_rpc(method, args=args)}
+            return {"ranks": await _call_all_ranks(engine, method, args)}
 
         @router.get(PATH)
         async def list_peers(request: Request) -> dict[str, Any]:
@@ -91,3 +100,27 @@ class NixlPeerAdmin:
                     f"{extension!r}: it must be {EXTENSION} or a class derived from it."
                 )
         state.nixl_peer_admin_engine = engine_client
+
+
+async def _call_all_ranks(
+    engine_client: Any, method: str, args: tuple[Any, ...]
+) -> list[Any]:
+    """Call a worker method on every rank of every data-parallel engine.
+
+    vLLM's ``collective_rpc`` reaches all engines behind this server, and returns only
+    what the ranks of the first one answer: a peer that another engine still reads from
+    would be reported as released.
+    """
+    client: Any = getattr(engine_client, "engine_core", None)
+    engines = getattr(client, "core_engines", ())
+    if len(engines) < 2:
+        return await engine_client.collective_rpc(method, args=args)
+    answers = await asyncio.gather(
+        *[
+            client._call_utility_async(
+                "collective_rpc", method, None, args, None, engine=engine
+            )
+            for engine in engines
+        ]
+    )
+    return [rank for ranks in answers for rank in ranks]
