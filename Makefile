@@ -115,8 +115,8 @@ soak: install ## Random faults under traffic (MINUTES=60, SEED=)
 	  $(LAB)/soak
 
 .PHONY: matrix
-matrix: install ## Unit and real-NIXL tests on vLLM 0.31.0, 0.32.0 and 0.33.0
-	@$(PY) -m nixl_lab.matrix
+matrix: install ## Every supported vLLM x NIXL: tests, servers (ONLY="0.31.0 unit")
+	@$(PY) -m nixl_lab.matrix $(if $(ONLY),--only $(ONLY))
 
 .PHONY: fork
 fork: ## Commit the connector into a fork of vLLM (VLLM=path, ARGS="--signoff")

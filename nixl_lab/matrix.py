@@ -1,103 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Run the unit and real-NIXL tests against each supported vLLM release, on a CPU."""
+"""Test every supported pair of vLLM and NIXL on a CPU, and print a table of them."""
 
 import argparse
 import os
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
-from xml.etree import ElementTree
 
-from rich.console import Console
-from rich.table import Table
+from vllm_nixl_heartbeat.compatibility import TESTED_NIXL, TESTED_VLLM
 
-RELEASES = ("0.31.0", "0.32.0", "0.33.0")
-SUITES = ("tests/v1/kv_connector/unit", "tests/v1/kv_connector/nixl_integration")
 ROOT = Path(__file__).resolve().parent.parent
-REPORTS = ROOT / ".cache" / "matrix"
+VENV = Path(sys.prefix)
+TESTS = "tests/v1/kv_connector"
+COLUMNS = {
+    "unit": (f"{TESTS}/unit",),
+    "real NIXL": (f"{TESTS}/nixl_integration", "-m", "not servers and not netns"),
+    "scenarios": ("replace", "idle", "flap", "dead-route"),
+}
+Pair = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Result:
-    """The outcome of all suites on one release."""
-
-    release: str
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
-    returncode: int
-
-
-def install(release: str) -> None:
-    """Unpack the release's official wheel beside the environment's own vLLM."""
-    command = [sys.executable, "tools/install.py", "--vllm", release]
-    subprocess.run(command, cwd=ROOT, check=True)
+def install(pairs: Sequence[Pair], columns: Sequence[str]) -> None:
+    """Put the releases beside the environment's own."""
+    flags = []
+    for vllm in dict.fromkeys(vllm for vllm, _ in pairs):
+        flags += ["--vllm", vllm]
+        if "scenarios" in columns:
+            flags += ["--server", vllm]
+    for nixl in dict.fromkeys(nixl for _, nixl in pairs):
+        flags += ["--nixl", nixl]
+    subprocess.run([sys.executable, "tools/install.py", *flags], cwd=ROOT, check=True)
 
 
-def run_suites(release: str) -> Result:
-    """Run every suite in one pytest process that imports `release`."""
-    report = REPORTS / f"{release}.xml"
-    report.unlink(missing_ok=True)
+def commands(pair: Pair, column: str) -> Iterator[list[str]]:
+    """Yield the command lines of one cell of the table."""
+    if column == "scenarios":
+        for scenario in COLUMNS[column]:
+            yield ["nixl_lab.demo", "--vllm", pair[0], "--scenario", scenario]
+    else:
+        yield ["pytest", "-q", *COLUMNS[column]]
+
+
+def run_cell(pair: Pair, column: str) -> str:
+    """Run one cell and return what the table says of it."""
+    vllm, nixl = pair
+    if column == "scenarios" and nixl != version("nixl"):
+        # The lab's servers have no way to take another NIXL than the installed one.
+        return "-"
+    path = [VENV / f"nixl-{nixl}"]
+    if column != "scenarios":
+        path.append(VENV / f"vllm-{vllm}")
     env = os.environ | {
-        "PYTHONPATH": str(ROOT / ".venv" / f"vllm-{release}"),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         # The official wheels are CUDA builds and would look for a GPU.
         "VLLM_TARGET_DEVICE": "cpu",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not servers and not netns"]
-    started = time.monotonic()
-    process = subprocess.run(
-        [*command, f"--junit-xml={report}", *SUITES], cwd=ROOT, env=env
-    )
-    seconds = time.monotonic() - started
-    return read_report(report, release, seconds, process.returncode)
-
-
-def read_report(report: Path, release: str, seconds: float, returncode: int) -> Result:
-    """Count the outcomes in a JUnit report; a crashed run may have left none."""
-    if not report.is_file():
-        return Result(release, 0, 0, 0, seconds, returncode)
-    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in ElementTree.parse(report).iter("testsuite"):
-        for key in counts:
-            counts[key] += int(suite.get(key, "0"))
-    failed, skipped = counts["failures"] + counts["errors"], counts["skipped"]
-    passed = counts["tests"] - failed - skipped
-    return Result(release, passed, failed, skipped, seconds, returncode)
-
-
-def make_table(results: list[Result]) -> Table:
-    """Lay out one row per release."""
-    table = Table(title="Unit and real-NIXL tests")
-    for column in ("vLLM", "passed", "failed", "skipped", "seconds", "pytest's exit"):
-        table.add_column(column, justify="right")
-    for each in results:
-        numbers = (each.passed, each.failed, each.skipped, round(each.seconds))
-        table.add_row(each.release, *map(str, numbers), str(each.returncode))
-    return table
+    failed = []
+    for module, *args in commands(pair, column):
+        print(f"\n=== vLLM {vllm}, NIXL {nixl}: {module} {' '.join(args)}", flush=True)
+        command = [sys.executable, "-m", module, *args]
+        if subprocess.run(command, cwd=ROOT, env=env).returncode:
+            failed.append(args[-1] if column == "scenarios" else column)
+    return f"failed: {', '.join(failed)}" if failed else "passed"
 
 
 def main() -> int:
-    """Run the matrix and return 0 only if every release passed."""
+    """Run the matrix and return 0 only if every cell passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "releases", nargs="*", default=RELEASES, help="default: all of them"
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help=f"releases of vLLM or NIXL, or columns ({', '.join(COLUMNS)})",
     )
-    args = parser.parse_args()
-    if not (ROOT / "tools" / "install.py").is_file():
-        parser.error("run this in a checkout of the repository: it needs the tests")
-    REPORTS.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    results = []
-    for release in args.releases:
-        console.rule(f"vLLM {release}")
-        install(release)
-        results.append(run_suites(release))
-    console.print(make_table(results))
-    return int(any(each.returncode for each in results))
+    only = set(parser.parse_args().only)
+    columns, releases, nixls = (
+        [each for each in known if each in only] or list(known)
+        for known in (COLUMNS, TESTED_VLLM, TESTED_NIXL)
+    )
+    if unknown := only.difference(columns, releases, nixls):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    pairs = list(product(releases, nixls))
+    install(pairs, columns)
+    table = [[*pair, *(run_cell(pair, column) for column in columns)] for pair in pairs]
+    print()
+    for row in [["vLLM", "NIXL", *columns], ["---"] * (2 + len(columns)), *table]:
+        print(f"| {' | '.join(row)} |")
+    return int(any("failed" in cell for row in table for cell in row))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 import ast
 import contextlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
@@ -17,20 +18,33 @@ TESTED_NIXL = ("1.5.0", "1.5.1")
 
 _OLDEST_VLLM, _NEWEST_VLLM = (Version(v).release[:2] for v in TESTED_VLLM[::2])
 _OLDEST_NIXL = Version(TESTED_NIXL[0])
-# The builds of NIXL, and the package that picks one of them.
-_NIXL_DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13", "nixl-rocm", "nixl")
+# The package `nixl` only picks one of these, whatever its own version.
+_NIXL_BUILDS = ("nixl-cu12", "nixl-cu13", "nixl-rocm")
 
 
-def fitting_vllm() -> str:
-    """Return the releases that fit, for people."""
+def versions(vllm_version: str, nixl: Mapping[str, str]) -> str:
+    """Return which versions were found and which fit, for people."""
     oldest, newest = (".".join(map(str, v)) for v in (_OLDEST_VLLM, _NEWEST_VLLM))
-    return f"vLLM {oldest} to {newest} with NIXL {_OLDEST_NIXL} or newer"
+    found = [f"vLLM {vllm_version}", *map(" ".join, nixl.items())]
+    return (
+        f"found {', '.join(found)}; "
+        f"it fits vLLM {oldest} to {newest} with NIXL {_OLDEST_NIXL} or newer"
+    )
 
 
 def installed_nixl() -> dict[str, str]:
-    """Return the versions of the installed NIXL distributions, by name."""
+    """Return the versions of the installed builds of NIXL, by name.
+
+    Where one of several has been imported, the others do not count; where there is
+    none, NIXL may have been built under its plain name.
+    """
+    loaded = [name for name in _NIXL_BUILDS if name.replace("-", "_") in sys.modules]
+    return _installed(loaded or _NIXL_BUILDS) or _installed(["nixl"])
+
+
+def _installed(names: Iterable[str]) -> dict[str, str]:
     found = {}
-    for name in _NIXL_DISTRIBUTIONS:
+    for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -48,13 +62,13 @@ def unfit_version(vllm_version: str, nixl: Mapping[str, str]) -> str | None:
     try:
         found = Version(vllm_version).release[:2]
         if not _OLDEST_VLLM <= found <= _NEWEST_VLLM:
-            return f"this is vLLM {vllm_version}"
+            return f"vLLM {vllm_version} does not fit"
         if not nixl:
             return "NIXL is not installed"
         for name, version in nixl.items():
             # In NIXL 1.4 a send to a dead peer can end the process.
             if Version(version) < _OLDEST_NIXL:
-                return f"this is {name} {version}"
+                return f"{name} {version} is too old"
     except InvalidVersion as e:
         return str(e)
     return None

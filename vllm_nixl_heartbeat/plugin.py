@@ -88,34 +88,34 @@ class _ConnectorLoader:
         return self._connector_cls
 
     def _load(self, registered: Any) -> Any:
+        versions = ""
         try:
-            reason = self._reason_against(registered)
+            import vllm
+
+            from . import compatibility
+
+            nixl = compatibility.installed_nixl()
+            versions = f" ({compatibility.versions(vllm.__version__, nixl)})"
+            if not registered.__module__.startswith(f"{_STOCK_PACKAGE}."):
+                theirs = f"{registered.__module__}.{registered.__qualname__}"
+                _disabled(
+                    f"another plugin has registered it{versions}", self._name, theirs
+                )
+                return None
+            reason = compatibility.unfit_version(vllm.__version__, nixl)
+            reason = reason or self._unfit_structure()
             if reason is None:
-                module = importlib.import_module(f"{__package__}.nixl_connector")
-                return getattr(module, self._name)
+                return getattr(_our_module(), self._name)
         except Exception as e:
             reason = f"{type(e).__name__}: {e}"
-        _disabled(reason, self._name)
+        _disabled(f"{reason}{versions}", self._name)
         return None
 
-    def _reason_against(self, registered: Any) -> str | None:
-        """Return why our class must not stand in for a registered one, or None."""
-        import vllm
-
+    def _unfit_structure(self) -> str | None:
+        """Return why the connector cannot extend the stock one, or None."""
         from . import compatibility
 
-        reason = compatibility.unfit_version(
-            vllm.__version__, compatibility.installed_nixl()
-        )
-        if reason is not None:
-            return f"{reason}, it fits {compatibility.fitting_vllm()}"
-        if not registered.__module__.startswith(f"{_STOCK_PACKAGE}."):
-            return (
-                f"another plugin has registered {registered.__module__}."
-                f"{registered.__qualname__} under this name"
-            )
-        ours: Any = importlib.import_module(f"{__package__}.nixl_connector")
-        stock: Any = importlib.import_module(_STOCK_PACKAGE)
+        ours, stock = _our_module(), importlib.import_module(_STOCK_PACKAGE)
         if self._name == "NixlPushConnector":
             return compatibility.unfit_structure(
                 stock.NixlPushConnectorWorker,
@@ -129,7 +129,13 @@ class _ConnectorLoader:
         )
 
 
-def _disabled(reason: str, name: str = "all connectors") -> None:
+def _our_module() -> Any:
+    return importlib.import_module(f"{__package__}.nixl_connector")
+
+
+def _disabled(
+    reason: str, name: str = "all connectors", used: str = "the stock connector"
+) -> None:
     logger.warning(
-        "NIXL peer release disabled for %s, using the stock connector: %s", name, reason
+        "NIXL peer release disabled for %s, using %s: %s", name, used, reason
     )

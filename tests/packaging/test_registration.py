@@ -31,6 +31,9 @@ from vllm_nixl_heartbeat.plugin import register
 
 Doctor = Callable[[pytest.MonkeyPatch], str]
 
+NIXL = compatibility.installed_nixl()["nixl-cu12"]
+FITS = "it fits vLLM 0.31 to 0.33 with NIXL 1.5.0 or newer"
+
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -90,7 +93,11 @@ def test_another_plugins_connector_stays(registry: dict[str, Any], warnings: lis
     assert load() is Theirs
     assert load("NixlPullConnector") is nixl_connector.NixlConnector
     (line,) = warnings
-    assert "another plugin has registered" in line and "Theirs" in line
+    assert line == (
+        "NIXL peer release disabled for NixlConnector, using "
+        f"{__name__}.{Theirs.__qualname__}: another plugin has registered it "
+        f"(found vLLM {vllm.__version__}, nixl-cu12 {NIXL}; {FITS})"
+    )
 
 
 def test_subclasses_that_others_made_of_the_stock_connector_stay_theirs(
@@ -136,23 +143,23 @@ def _only_reads_an_attribute(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _too_old(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(vllm, "__version__", "0.30.0")
-    return "this is vLLM 0.30.0, it fits vLLM 0.31 to 0.33 with NIXL 1.5.0 or newer"
+    return f"vLLM 0.30.0 does not fit (found vLLM 0.30.0, nixl-cu12 {NIXL}; {FITS})"
 
 
 def _too_new(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(vllm, "__version__", "0.34.0.dev7+g1234567")
-    return "this is vLLM 0.34.0.dev7+g1234567, it fits vLLM 0.31 to 0.33"
+    return "vLLM 0.34.0.dev7+g1234567 does not fit (found vLLM 0.34.0.dev7"
 
 
 def _no_version(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(vllm, "__version__", "dev")
-    return "Invalid version: 'dev', it fits vLLM 0.31 to 0.33"
+    return f"Invalid version: 'dev' (found vLLM dev, nixl-cu12 {NIXL}; {FITS})"
 
 
 def _old_nixl(monkeypatch: pytest.MonkeyPatch) -> str:
-    versions = {"nixl-cu12": "1.4.1", "nixl": "1.5.1"}
+    versions = {"nixl-cu12": "1.4.1"}
     monkeypatch.setattr(compatibility, "installed_nixl", lambda: versions)
-    return "this is nixl-cu12 1.4.1, it fits vLLM 0.31 to 0.33 with NIXL 1.5.0 or newer"
+    return "nixl-cu12 1.4.1 is too old (found vLLM "
 
 
 def _no_nixl(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -194,6 +201,7 @@ def test_the_stock_connector_stays_with_one_line_that_says_why(
         "NIXL peer release disabled for NixlConnector, using the stock connector: "
     )
     assert reason in line
+    assert line.endswith(f"; {FITS})")
 
 
 def test_where_only_the_push_worker_does_not_fit_only_push_stays_stock(
@@ -230,6 +238,35 @@ def test_what_the_connectors_need_of_the_stock_workers_is_there():
         ),
     ):
         assert compatibility.unfit_structure(worker, methods, attributes) is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "loaded", "counts"),
+    [
+        (["nixl", "nixl-cu12", "nixl-cu13"], ["nixl_cu13"], ["nixl-cu13"]),
+        (["nixl", "nixl-cu12", "nixl-cu13"], [], ["nixl-cu12", "nixl-cu13"]),
+        (["nixl", "nixl-rocm"], [], ["nixl-rocm"]),
+        (["nixl"], [], ["nixl"]),
+        ([], [], []),
+    ],
+)
+def test_which_build_of_nixl_counts(
+    installed: list[str],
+    loaded: list[str],
+    counts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def version(name: str) -> str:
+        if name not in installed:
+            raise compatibility.metadata.PackageNotFoundError(name)
+        return "1.5.0"
+
+    monkeypatch.setattr(compatibility.metadata, "version", version)
+    for name in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in loaded:
+        monkeypatch.setitem(sys.modules, name, sys)
+    assert list(compatibility.installed_nixl()) == counts
 
 
 @pytest.mark.parametrize(
