@@ -160,7 +160,7 @@ class Decoder:
     def _connect(self, prefill: Prefill) -> None:
         engine_id = prefill.engine_id
         self._simulation.by_engine[engine_id] = prefill
-        self._manager.connected(engine_id, [engine_id], ("", 0))
+        self._manager.connected(engine_id, [engine_id], "")
 
     def _request(self, prefill: Prefill) -> None:
         """Read from a prefill; it has been read when the next one is posted."""

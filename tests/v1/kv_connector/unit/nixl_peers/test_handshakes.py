@@ -51,6 +51,38 @@ def test_a_request_that_names_this_engine_fails_alone(
     assert len(lines("A request names this engine")) <= 1
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"host": ["a", "list"]},
+        {"port": {"a": "dict"}},
+        {"port": None},
+        {"host": 5 * "é"},
+    ],
+)
+def test_a_request_with_a_senseless_address_fails_alone(
+    decoder: Decoder, where: dict[str, Any]
+):
+    """Whoever may set ``kv_transfer_params`` may write anything there."""
+    decoder.connect("p")
+    decoder.prefills["odd"] = TypeError("no address")
+    for i in range(2):
+        decoder.request(f"odd{i}", "odd", blocks=(2,), **where)
+        decoder.step()
+        decoder.run_handshakes()
+        decoder.step(2)
+    assert decoder.failed == ["odd0", "odd1"]
+    decoder.read("good", "p")
+    assert decoder.finished == ["good"]
+
+
+def test_a_long_engine_id_makes_no_long_line_of_ours(decoder: Decoder, lines: Lines):
+    decoder.prefills["x" * 10**6] = TimeoutError("no answer")
+    decoder.connect("x" * 10**6)
+    (line,) = lines("NIXL peer quarantined: x")
+    assert len(line) < 1000
+
+
 def test_nothing_cleans_up_the_engine_itself(decoder: Decoder):
     decoder.connect("p")
     decoder.worker._cleanup_remote_engine("decoder")

@@ -14,7 +14,7 @@ Lines = Callable[[str], list[str]]
 
 INTERVAL = 2.0
 FIRST_HEARTBEAT = 1.1 * INTERVAL
-WHERE = ("host", 7000)
+WHERE = "host:7000"
 
 
 class nixlRemoteDisconnectError(Exception):  # noqa: N801, N818
@@ -423,7 +423,7 @@ def test_a_reconnected_peer_is_counted_until_it_has_read(setup: Setup, lines: Li
 def test_an_operator_names_an_engine_or_an_address(setup: Setup, lines: Lines):
     setup.connect("p")
     setup.connect("q")
-    setup.manager.connected("elsewhere", ["e"], ("host", 7001))
+    setup.manager.connected("elsewhere", ["e"], "host:7001")
     assert setup.manager.request_release("nobody") == []
     assert setup.manager.request_release(address="host:1") == []
     assert setup.manager.request_release() == []

@@ -41,7 +41,7 @@ def table() -> PeerTable:
 def connect(table: PeerTable, *engine_ids: str, now: float = T0) -> Peer:
     """Connect to engines of one agent; return the last one."""
     for engine_id in engine_ids:
-        table.connect(engine_id, [f"{engine_id}-agent"], ("host", 1), now)
+        table.connect(engine_id, [f"{engine_id}-agent"], "host:1", now)
     return peer_of(table, engine_ids[-1])
 
 

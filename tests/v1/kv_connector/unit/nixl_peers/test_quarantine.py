@@ -9,8 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.quarantine import (
 )
 
 T0 = 1000.0
-WHERE = ("host", 1)
-ELSEWHERE = ("host", 2)
+WHERE = "host:1"
+ELSEWHERE = "host:2"
 
 
 @pytest.fixture

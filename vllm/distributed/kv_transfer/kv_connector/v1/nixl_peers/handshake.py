@@ -10,6 +10,17 @@ _CONNECT_TIMEOUT_S = 2.0
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
+_MAX_HOST = 255  # characters of a name in DNS
+
+
+def address_of(host: object, port: object) -> str:
+    """Return an address as "host:port", whatever a request gives for the two."""
+    text = str(host)[:_MAX_HOST]
+    if text.count(":") > 1 and not text.startswith("["):
+        text = f"[{text}]"
+    return f"{text}:{str(port)[:_MAX_HOST]}"
+
+
 class PeerRefusedError(RuntimeError):
     """A request was refused at once, without trying its peer."""
 
@@ -51,4 +62,5 @@ def says_nothing_about_peer(error: BaseException, host: str) -> bool:
 
 
 def _bare(host: str) -> str:
+    host = str(host)
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host

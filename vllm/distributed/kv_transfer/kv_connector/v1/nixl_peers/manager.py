@@ -17,7 +17,6 @@ from vllm.logger import init_logger
 from .agent import OpenTransfers
 from .policy import (
     SUSPECT_AFTER_S,
-    Address,
     Peer,
     PeerTable,
     Release,
@@ -37,6 +36,7 @@ MAX_RELEASES_PER_ROUND = 2
 # Suspects are looked for this often: a look costs as much as there are transfers
 # older than a minute.
 _SUSPECT_SCAN_S = 1.0
+_MAX_LOGGED = 200
 
 
 class HeartbeatSender(Protocol):
@@ -190,9 +190,7 @@ class PeerManager:
 
     # -- Coming and going --------------------------------------------------------
 
-    def connected(
-        self, engine_id: str, agents: Iterable[str], address: Address
-    ) -> None:
+    def connected(self, engine_id: str, agents: Iterable[str], address: str) -> None:
         """Record that a handshake has loaded a peer."""
         with self.lock:
             self._table.connect(engine_id, agents, address, self.clock())
@@ -248,7 +246,7 @@ class PeerManager:
     # -- Handshakes --------------------------------------------------------------
 
     def handshake_refusal(
-        self, engine_id: str, address: Address, *, running: bool
+        self, engine_id: str, address: str, *, running: bool
     ) -> str | None:
         """Return why no handshake may be waited for now, or None."""
         if engine_id == self._engine_id:
@@ -263,7 +261,7 @@ class PeerManager:
             engine_id, address, self.clock(), running=running
         )
 
-    def needs_check(self, engine_id: str, address: Address) -> bool:
+    def needs_check(self, engine_id: str, address: str) -> bool:
         """Return whether a peer was released or failed lately, so may be dead."""
         with self.lock:
             return self._quarantine.has_record(engine_id, address)
@@ -273,19 +271,21 @@ class PeerManager:
         with self.lock:
             self._quarantine.answered(engine_id)
 
-    def handshake_failed(self, engine_id: str, address: Address) -> None:
+    def handshake_failed(self, engine_id: str, address: str) -> None:
         """Quarantine an engine that does not answer at an address."""
         with self.lock:
             seconds = self._quarantine.handshake_failed(
                 engine_id, address, self.clock()
             )
+        # Nobody has vouched for this id: it is whatever a request says.
+        claimed = engine_id[:_MAX_LOGGED]
         logger.warning(
             "NIXL peer quarantined: %s | Context: %s",
-            engine_id,
+            claimed,
             {
                 "engine_id": self._engine_id,
-                "remote_engine_id": engine_id,
-                "remote_address": _text(address),
+                "remote_engine_id": claimed,
+                "remote_address": address,
                 "refused_for_s": seconds,
             },
         )
@@ -340,7 +340,10 @@ class PeerManager:
                     "NIXL peer error, not taken for a disconnect: %s | Context: %s",
                     peer.engine_id,
                     self._context(peer)
-                    | {"evidence": f"{kind}: {error}", "failed_agent": agent},
+                    | {
+                        "evidence": f"{kind}: {error}"[:_MAX_LOGGED],
+                        "failed_agent": _name(agent),
+                    },
                 )
 
     def mark_replaced(self, engine_id: str, evidence: str) -> None:
@@ -362,7 +365,7 @@ class PeerManager:
             logger.warning(
                 "NIXL peer unreachable: %s | Context: %s",
                 peer.engine_id,
-                context | {"failed_agent": agent},
+                context | {"failed_agent": agent and _name(agent)},
             )
         else:
             logger.info(
@@ -380,8 +383,7 @@ class PeerManager:
         named = [
             peer
             for peer in self._table.peers()
-            if engine_id == peer.engine_id
-            or (address is not None and address == _text(peer.address))
+            if engine_id == peer.engine_id or address == peer.address
         ]
         for peer in named:
             self._mark(peer, Verdict.REQUESTED, "the operator has asked for it")
@@ -394,7 +396,7 @@ class PeerManager:
         return [
             {
                 "engine_id": peer.engine_id,
-                "address": _text(peer.address),
+                "address": peer.address,
                 "agents": [_name(agent) for agent in peer.agents],
                 "state": peer.state,
                 "since_proof_of_life_s": round(now - peer.last_finished, 3),
@@ -434,7 +436,7 @@ class PeerManager:
         return {
             "engine_id": self._engine_id,
             "remote_engine_id": peer.engine_id,
-            "remote_address": _text(peer.address),
+            "remote_address": peer.address,
             "remote_agents": [_name(agent) for agent in peer.agents],
         }
 
@@ -450,10 +452,6 @@ class PeerManager:
             peer.engine_id,
             self._context(peer),
         )
-
-
-def _text(address: Address | None) -> str | None:
-    return None if address is None else f"{address[0]}:{address[1]}"
 
 
 def _name(agent: str | bytes) -> str:

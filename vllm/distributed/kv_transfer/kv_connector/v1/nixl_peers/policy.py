@@ -35,9 +35,6 @@ SUSPECT_AFTER_S = 60.0
 # they live in nixl_cu12, nixl_cu13 or nixl_rocm, depending on the installation.
 _DISCONNECT_ERRORS = frozenset({"nixlRemoteDisconnectError", "nixlNotFoundError"})
 
-Address = tuple[str, int]
-"""Host and port of a peer's side channel."""
-
 
 def parse_heartbeat_interval(value: object) -> float:
     """Check the value of ``peer_heartbeat_interval``.
@@ -115,7 +112,8 @@ class Peer:
 
     engine_id: str
     agents: tuple[str, ...]
-    address: Address | None
+    address: str
+    """Where its side channel was reached, as "host:port"."""
     connected_at: float
     last_active: float
     """When something other than a heartbeat was last sent to it, or a read posted."""
@@ -187,7 +185,7 @@ class PeerTable:
     # -- Coming and going --------------------------------------------------
 
     def connect(
-        self, engine_id: str, agents: Iterable[str], address: Address | None, now: float
+        self, engine_id: str, agents: Iterable[str], address: str, now: float
     ) -> None:
         """Add a peer whose state has just been loaded.
 

@@ -9,8 +9,6 @@ address must not keep requests from the right one. Plain Python, no clock.
 import math
 from dataclasses import dataclass
 
-from .policy import Address
-
 MIN_QUARANTINE_S = 1.0
 MAX_QUARANTINE_S = 60.0
 # A half-open attempt that nobody has answered for this long is not joined: the
@@ -43,12 +41,12 @@ class Quarantine:
 
     def __init__(self) -> None:
         """Create an empty quarantine."""
-        self._records: dict[str, dict[Address | None, _Record]] = {}
+        self._records: dict[str, dict[str, _Record]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._records.values()))
 
-    def has_record(self, engine_id: str, address: Address | None) -> bool:
+    def has_record(self, engine_id: str, address: str) -> bool:
         """Return whether the engine was released or failed there lately."""
         return address in self._records.get(engine_id, ())
 
@@ -57,7 +55,7 @@ class Quarantine:
         return any(r.released for r in self._records.get(engine_id, {}).values())
 
     def released(
-        self, engine_id: str, address: Address | None, now: float, *, failed: bool
+        self, engine_id: str, address: str, now: float, *, failed: bool
     ) -> None:
         """Record a release.
 
@@ -78,9 +76,7 @@ class Quarantine:
         if failed:
             self._fail(record, max(record.failures, 0), now)
 
-    def handshake_failed(
-        self, engine_id: str, address: Address | None, now: float
-    ) -> float:
+    def handshake_failed(self, engine_id: str, address: str, now: float) -> float:
         """Record a failed handshake; return for how many seconds it is refused."""
         record = self._record(engine_id, address, now)
         # Worse than a release: it quarantines from the first one on.
@@ -95,7 +91,7 @@ class Quarantine:
         if doublings >= 0:
             record.until = now + min(MIN_QUARANTINE_S * 2**doublings, MAX_QUARANTINE_S)
 
-    def _record(self, engine_id: str, address: Address | None, now: float) -> _Record:
+    def _record(self, engine_id: str, address: str, now: float) -> _Record:
         for other, records in list(self._records.items()):
             for where, record in list(records.items()):
                 if now - record.until > _FORGET_AFTER_S:
@@ -106,7 +102,7 @@ class Quarantine:
             address, _Record(until=now)
         )
 
-    def recovered(self, engine_id: str, address: Address | None) -> None:
+    def recovered(self, engine_id: str, address: str) -> None:
         """Record that a read finished: the connection works again."""
         records = self._records.get(engine_id)
         if records is not None:
@@ -120,7 +116,7 @@ class Quarantine:
             record.answered = True
 
     def refusal(
-        self, engine_id: str, address: Address | None, now: float, *, running: bool
+        self, engine_id: str, address: str, now: float, *, running: bool
     ) -> str | None:
         """Return why a request must not wait for a handshake now, or None.
 

@@ -16,7 +16,12 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from .agent import NixlAgentProxy, OpenTransfers
-from .handshake import PeerRefusedError, check_listener, says_nothing_about_peer
+from .handshake import (
+    PeerRefusedError,
+    address_of,
+    check_listener,
+    says_nothing_about_peer,
+)
 from .manager import PeerManager
 from .monitor import PeerMonitor
 from .stats import PeerStatsMixin
@@ -107,9 +112,10 @@ class PeerWorkerMixin(_StockWorker):
         peers = self._peers
         if peers is None or engine_id in self._remote_agents:
             return super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
+        address = address_of(host, port)
         with peers.lock:
             running = engine_id in self._handshake_futures
-            refusal = peers.handshake_refusal(engine_id, (host, port), running=running)
+            refusal = peers.handshake_refusal(engine_id, address, running=running)
             if refusal is not None:
                 refused: Future[Any] = Future()
                 refused.set_exception(
@@ -120,13 +126,11 @@ class PeerWorkerMixin(_StockWorker):
             if future is not None and not running:
                 # Runs after stock's callback, which lists the peer as connected.
                 future.add_done_callback(
-                    lambda done: self._handshake_done(engine_id, (host, port), done)
+                    lambda done: self._handshake_done(engine_id, address, done)
                 )
             return future
 
-    def _handshake_done(
-        self, engine_id: str, address: tuple[str, int], done: Future[Any]
-    ) -> None:
+    def _handshake_done(self, engine_id: str, address: str, done: Future[Any]) -> None:
         if self._peers is None or done.cancelled() or done.exception() is not None:
             return
         with self._peers.lock:
@@ -152,15 +156,16 @@ class PeerWorkerMixin(_StockWorker):
         peers = self._peers
         if peers is None:
             return stock_handshake(*arguments, **kwargs)
+        address = address_of(host, port)
         with self._agent.record_loads() as loaded:
             try:
-                if peers.needs_check(expected_engine_id, (host, port)):
+                if peers.needs_check(expected_engine_id, address):
                     check_listener(host, port)
                 return stock_handshake(*arguments, **kwargs)
             except Exception as e:
                 self._unload(peers, expected_engine_id, loaded)
                 if not says_nothing_about_peer(e, host):
-                    peers.handshake_failed(expected_engine_id, (host, port))
+                    peers.handshake_failed(expected_engine_id, address)
                 raise
 
     def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
