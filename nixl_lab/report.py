@@ -96,7 +96,12 @@ def _draw_timeline(
             if name in f.instances
         ]
         axes.broken_barh(outages, (y - 0.15, 0.3), **down)
-    faults = [(f.at, places[name]) for f in record.faults for name in f.instances]
+    # A bad request is a fault of no instance.
+    faults = [
+        (f.at, places[name])
+        for f in record.faults
+        for name in places.keys() & {*f.instances}
+    ]
     releases = [
         (fault.at + seconds, places[decoder])
         for fault in record.kills

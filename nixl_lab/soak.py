@@ -20,11 +20,11 @@ from nixl_lab.record import SOAK_RULES, Fault
 from nixl_lab.servers import VllmServer, free_port
 from nixl_lab.session import (
     add_server_arguments,
-    count,
     local_experiment,
     new_record,
     numbered,
     run,
+    seconds,
 )
 
 _CLIENTS = 3
@@ -57,7 +57,7 @@ class Soak:
         else:
             self._faults["reset"] = self._reset
 
-    async def run(self, minutes: int) -> str:
+    async def run(self, minutes: float) -> str:
         """Plays faults for a time; returns the line that sums it up."""
         lab = self._lab
         end = lab.now() + 60 * minutes
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nixl_lab.soak", description=__doc__
     )
-    parser.add_argument("--minutes", type=count, default=60, metavar="N")
+    parser.add_argument("--minutes", type=seconds, default=60.0, metavar="N")
     parser.add_argument("--seed", type=int, default=None, metavar="N")
     parser.add_argument(
         "--output", type=Path, default=Path("build", "soak"), metavar="DIR"

@@ -186,6 +186,26 @@ def _wait_for(process: subprocess.Popen, text: str) -> str:
     raise AssertionError(f"no {text!r} in\n{said}")
 
 
+def test_a_seed_gives_the_same_faults_again(tmp_path: Path) -> None:
+    plans = []
+    for folder in (tmp_path / "1", tmp_path / "2"):
+        status, said, record = run(folder, "", "--minutes=0.2", "--seed=7", what="soak")
+        assert status == 0, said
+        assert "seed 7" in said
+        assert record.usage.keys() == {*record.prefills, *record.decoders}
+        plans.append([(fault.kind, fault.instances) for fault in record.faults])
+    count = min(map(len, plans))
+    assert count > 3
+    assert plans[0][:count] == plans[1][:count]
+
+
+def test_a_soak_finds_what_is_never_released(tmp_path: Path) -> None:
+    arguments = ("--minutes=0.2", "--seed=7", "--interval=0.1")
+    status, said, _ = run(tmp_path, "keeps", *arguments, what="soak")
+    assert status == 1
+    assert "FAIL  Each decoder releases a dead prefill within" in said
+
+
 @pytest.fixture
 def commands(tmp_path: Path) -> Commands:
     """Commands for a fake server per instance, its log in a file."""
