@@ -62,9 +62,9 @@ class Case:
 
 
 CASES = (Case(2_000_000, 1), Case(300_000, 2))
-QUICK_CASES = (Case(100_000, 1), Case(30_000, 2))
+QUICK_CASES = (Case(500_000, 1), Case(50_000, 2))
 _ROUNDS = 7
-_QUICK_ROUNDS = 1
+_QUICK_ROUNDS = 3
 
 
 class LargePrefillProcess:

@@ -39,8 +39,8 @@ _BURSTS, _QUICK_BURSTS = 20, 3
 _ALL_DUE_AFTER_S = 60.0
 _TARGET_RATIO = 1.2
 _TARGET_MORE_MS = 2.0
-# For CI: a lock that is held while all is done would show as tens of milliseconds.
-_GUARD_MORE_MS = 25.0
+# For CI, in any company: a step that waits for a peer to be loaded shows more.
+_GUARD_MORE_MS = 100.0
 
 _LOADING = """
 from benchmarks.common import use_checkout
@@ -214,29 +214,33 @@ def _heartbeats_due(quick: bool) -> dict[str, Any]:
 def targets(data: dict[str, Any]) -> list[Limit]:
     """Return the targets: no longer than stock's longest, or hardly so."""
     limits = [
-        Limit(
-            f"longest turn while {row['case']} are loaded, vLLM {row['vllm']},"
-            " ours over stock",
-            row["ratio"],
-            _TARGET_RATIO,
-        )
-        for row in data["loading"]
+        Limit(f"{what}, ours over stock", row["ratio"], _TARGET_RATIO)
+        for what, row in _rows_of_loading(data)
     ]
-    return limits + _more_than_stock(data, _TARGET_MORE_MS)
+    return limits + [
+        Limit(f"{what}, more than stock", row["more_ms"], _TARGET_MORE_MS, "ms")
+        for what, row in _rows_of_many(data)
+    ]
 
 
 def guard(data: dict[str, Any]) -> list[Limit]:
     """Return the limits for CI, with a wide margin."""
-    return _more_than_stock(data, _GUARD_MORE_MS)
-
-
-def _more_than_stock(data: dict[str, Any], at_most: float) -> list[Limit]:
-    deaths, due = data["deaths"], data["due"]
-    what = {
-        f"{deaths['dead']} of {deaths['peers']} peers dead at once": deaths,
-        f"{due['peers']} heartbeats due at once": due,
-    }
     return [
-        Limit(f"longest step, {name}, more than stock", row["more_ms"], at_most, "ms")
-        for name, row in what.items()
+        Limit(f"{what}, more than stock", row["more_ms"], _GUARD_MORE_MS, "ms")
+        for what, row in [*_rows_of_loading(data), *_rows_of_many(data)]
+    ]
+
+
+def _rows_of_loading(data: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"longest turn while {r['case']} are loaded, vLLM {r['vllm']}", r)
+        for r in data["loading"]
+    ]
+
+
+def _rows_of_many(data: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    deaths, due = data["deaths"], data["due"]
+    return [
+        (f"longest step, {deaths['dead']} of {deaths['peers']} peers dead", deaths),
+        (f"longest step, {due['peers']} heartbeats due", due),
     ]

@@ -18,7 +18,7 @@ _THREAD = "vllm-nixl-peer-monitor"
 _AGENTS_PER_PROCESS = 25
 _SECONDS, _QUICK_SECONDS = 30, 5
 _RESTS = 8
-_TARGET = 0.01
+_TARGET = 0.005
 
 
 def measure(quick: bool) -> dict[str, Any]:

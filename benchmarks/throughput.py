@@ -22,20 +22,27 @@ from typing import Any
 import aiohttp
 
 from benchmarks.common import Limit, interval_of_median, summary
-from nixl_lab.arguments import DEFAULT_INTERVAL
-from nixl_lab.client import completion_body, make_prompts
-from nixl_lab.lab import Lab, running_lab
+from nixl_lab.client import completion_body, make_prompts, new_session
 from nixl_lab.model import ensure_model
-from nixl_lab.progress import Steps
-from nixl_lab.servers import ServerOptions
+from nixl_lab.proxy import Backend, Proxy, serve
+from nixl_lab.servers import HOST, Deployment, ServerOptions, free_port
 
-_PAIRS = 10
+_ROUNDS = 10
 _CLIENTS = 4
 _REQUESTS = 80
 _WARM_UP_REQUESTS = 8
 _WARM_UP_TRIES = 10
-_QUICK_PAIRS, _QUICK_REQUESTS = 1, 8
+_QUICK_ROUNDS, _QUICK_REQUESTS = 1, 8
 _TOKENS = 32
+
+
+@dataclass
+class _Pair:
+    """A prefill and a decode server behind a proxy, and a client of theirs."""
+
+    deployment: Deployment
+    session: aiohttp.ClientSession
+    proxy_url: str
 
 
 @dataclass
@@ -54,24 +61,22 @@ def measure(quick: bool) -> dict[str, Any]:
 async def _measure(quick: bool) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        labs = {}
+        pairs = {}
         for name in ("stock", "ours"):
             options = ServerOptions(
                 model=ensure_model(),
                 log_dir=folder / name,
                 stock=name == "stock",
             )
-            labs[name] = await stack.enter_async_context(
-                running_lab(options, 1, DEFAULT_INTERVAL, Steps())
-            )
-            await stack.enter_async_context(_stopped(labs[name]))
-        runs: dict[str, list[_Run]] = {name: [] for name in labs}
-        for number in range(_QUICK_PAIRS if quick else _PAIRS):
-            for name in sorted(labs, reverse=bool(number % 2)):
-                with _going_on(labs[name]):
-                    await _warm_up(labs[name])
+            pairs[name] = await stack.enter_async_context(_running(options))
+            await stack.enter_async_context(_stopped(pairs[name]))
+        runs: dict[str, list[_Run]] = {name: [] for name in pairs}
+        for number in range(_QUICK_ROUNDS if quick else _ROUNDS):
+            for name in sorted(pairs, reverse=bool(number % 2)):
+                with _going_on(pairs[name]):
+                    await _warm_up(pairs[name])
                     requests = _QUICK_REQUESTS if quick else _REQUESTS
-                    runs[name].append(await _serve(labs[name], requests))
+                    runs[name].append(await _serve(pairs[name], requests))
     result: dict[str, Any] = {"requests": _REQUESTS, "clients": _CLIENTS}
     for field in ("tokens_per_s", "ttft_s"):
         values = {name: [getattr(run, field) for run in runs[name]] for name in runs}
@@ -85,30 +90,43 @@ async def _measure(quick: bool) -> dict[str, Any]:
     return result
 
 
-def _signal(lab: Lab, number: signal.Signals) -> None:
-    for server in lab.deployment.servers.values():
+@contextlib.asynccontextmanager
+async def _running(options: ServerOptions) -> AsyncIterator[_Pair]:
+    async with Deployment(options) as deployment, new_session() as session:
+        prefill = deployment.add("prefill", "prefill")
+        decoder = deployment.add("decode", "decode")
+        await deployment.start_all()
+        proxy = Proxy(
+            [Backend("prefill", prefill.url)], [Backend("decode", decoder.url)]
+        )
+        async with serve(proxy, HOST, free_port()) as url:
+            yield _Pair(deployment, session, url)
+
+
+def _signal(pair: _Pair, number: signal.Signals) -> None:
+    for server in pair.deployment.servers.values():
         os.killpg(os.getpgid(server.workers()[0].pid), number)
 
 
 @contextlib.asynccontextmanager
-async def _stopped(lab: Lab) -> AsyncIterator[None]:
-    _signal(lab, signal.SIGSTOP)
+async def _stopped(pair: _Pair) -> AsyncIterator[None]:
+    _signal(pair, signal.SIGSTOP)
     try:
         yield
     finally:
-        _signal(lab, signal.SIGCONT)
+        _signal(pair, signal.SIGCONT)
 
 
 @contextlib.contextmanager
-def _going_on(lab: Lab) -> Iterator[None]:
-    _signal(lab, signal.SIGCONT)
+def _going_on(pair: _Pair) -> Iterator[None]:
+    _signal(pair, signal.SIGCONT)
     try:
         yield
     finally:
-        _signal(lab, signal.SIGSTOP)
+        _signal(pair, signal.SIGSTOP)
 
 
-async def _warm_up(lab: Lab) -> None:
+async def _warm_up(pair: _Pair) -> None:
     """Serve a few requests, once the proxy has its instances back.
 
     A server that goes on closes the connections that were idle meanwhile. If the
@@ -116,15 +134,15 @@ async def _warm_up(lab: Lab) -> None:
     """
     for _ in range(_WARM_UP_TRIES):
         try:
-            await _serve(lab, _WARM_UP_REQUESTS)
+            await _serve(pair, _WARM_UP_REQUESTS)
         except aiohttp.ClientResponseError:
             await asyncio.sleep(1)
         else:
             return
-    raise RuntimeError(f"{lab.proxy_url} does not answer after its servers went on")
+    raise RuntimeError(f"{pair.proxy_url} does not answer after its servers went on")
 
 
-async def _serve(lab: Lab, count: int) -> _Run:
+async def _serve(pair: _Pair, count: int) -> _Run:
     """Have a few clients send requests, each its next when its last is answered."""
     prompts = iter(make_prompts(count))
     first_tokens: list[float] = []
@@ -133,7 +151,7 @@ async def _serve(lab: Lab, count: int) -> _Run:
     async def client() -> None:
         nonlocal tokens
         for prompt in prompts:
-            ttft, received = await stream(lab.session, lab.proxy_url, prompt)
+            ttft, received = await stream(pair.session, pair.proxy_url, prompt)
             first_tokens.append(ttft)
             tokens += received
 
