@@ -413,15 +413,24 @@ class PeerManager:
         reports it in every step, so that another one's zero does not hide it.
         """
         table = self._table
+        # By what is in flight now: a suspicion is scanned for once a second, and a
+        # bounded round leaves releases over, but an engine that idles from here on
+        # keeps showing what is set here.
+        in_flight = self._transfers.count()
+        suspect = sum(
+            self._count(peer, in_flight) > 0 for peer in table.suspects.values()
+        )
         deferred = sum(
-            peer.release is not None and peer.release.deferred_since is not None
+            peer.release is not None
+            and peer.release.deferred_since is not None
+            and self._count(peer, in_flight) > 0
             for peer in table.releases.values()
         )
-        self.must_report_gauges = bool(table.suspects or deferred)
+        self.must_report_gauges = bool(suspect or deferred)
         self._stats.set_gauges(
             {
                 "connected_peers": len(table),
-                "suspect_peers": len(table.suspects),
+                "suspect_peers": suspect,
                 "deferred_peer_releases": deferred,
             }
         )
