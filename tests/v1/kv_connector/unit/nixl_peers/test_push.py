@@ -263,3 +263,17 @@ def test_zero_builds_the_stock_push_worker(
     )
     assert type(connector.connector_worker) is StockNixlPushConnectorWorker
     assert isinstance(prefill.worker, NixlPushConnectorWorker)
+
+
+@pytest.mark.skipif(
+    not hasattr(StockNixlPushConnectorWorker, "unregister_kv_caches"),
+    reason="vLLM has sleep mode for NIXL from 0.33 on",
+)
+def test_the_kv_cache_is_not_unregistered_under_a_write(prefill: PushInstance):
+    prefill.push("r", "d")
+    with pytest.raises(RuntimeError, match=r"Transfers with \['d'\] are in flight"):
+        prefill.worker.unregister_kv_caches()
+    prefill.nixl.finish_reads("d-agent")
+    prefill.step()
+    prefill.worker.unregister_kv_caches()
+    assert prefill.is_clean("d")

@@ -238,10 +238,10 @@ class PeerManager:
             },
         )
 
-    def is_in_flight(self, engine_id: str) -> bool:
-        """Return whether a transfer handle to a peer is open."""
-        peer = self._table.get(engine_id)
-        return peer is not None and self._count(peer, self._transfers.count()) > 0
+    def engines_in_flight(self) -> set[str]:
+        """Return the peers to which a transfer handle is open."""
+        owners = map(self._table.of_agent, self._transfers.count())
+        return {peer.engine_id for peer in owners if peer is not None}
 
     # -- Handshakes --------------------------------------------------------------
 

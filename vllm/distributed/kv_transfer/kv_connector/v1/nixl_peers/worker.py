@@ -226,10 +226,8 @@ class PeerWorkerMixin(_StockWorker):
         with peers.lock:
             if engine_id == self.engine_id or engine_id not in self._remote_agents:
                 return
-            in_use = peers.is_in_flight(engine_id) or (
-                engine_id in self._engines_in_use()
-            )
-            if in_use and not self._is_shut_down:
+            in_use = self._engines_in_use() | peers.engines_in_flight()
+            if engine_id in in_use and not self._is_shut_down:
                 # Only an eviction of stock's gets here; NIXL would crash.
                 peers.mark_replaced(engine_id, "vLLM has evicted it")
                 return
@@ -330,7 +328,10 @@ class PeerWorkerMixin(_StockWorker):
 
         """
         with self._step_lock:
-            if self._peers is not None and (busy := self._engines_in_use()):
+            busy: set[str] = set()
+            if self._peers is not None:
+                busy = self._engines_in_use() | self._peers.engines_in_flight()
+            if busy:
                 raise RuntimeError(
                     f"Transfers with {sorted(busy)} are in flight: the KV cache cannot "
                     "be unregistered before they have ended."
