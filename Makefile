@@ -82,7 +82,7 @@ test: install ## Lint, types and every test; no root, nothing outside of the che
 	$(call stage,Unit tests on the installed vLLM,$(PY) -m pytest -q $(UNIT))
 	$(call stage,Unit tests on vLLM $(NEWEST),$(call on,vllm-$(NEWEST)) $(PY) -m pytest -q $(UNIT))
 	@$(PY) tools/promtool.py
-	$(call stage,Packaging$(COMMA) tools and documentation,$(PY) -m pytest -q tests/packaging tests/docs tests/tools)
+	$(call stage,Packaging$(COMMA) tools and documentation,$(PY) -m pytest -q tests/packaging tests/operations tests/docs tests/tools)
 	$(call stage,Lab,$(PY) -m pytest -q tests/nixl_lab)
 	$(call stage,Benchmarks,$(PY) -m pytest -q tests/benchmarks)
 	$(call stage,Costs beside stock,$(PY) -m benchmarks --quick)
