@@ -135,8 +135,12 @@ class Decoder:
         self._agent = NixlAgentProxy(
             self, self._manager, transfers, self._manager.clock
         )
+        # As if each had its last request some time ago, not all at this moment.
+        gap = simulation.fleet.prefills / _REQUESTS_PER_DECODER_AND_S
         for prefill in simulation.prefills:
+            simulation.now = -simulation.random.exponential(gap)
             self._connect(prefill)
+        simulation.now = 0.0
 
     def step(self) -> None:
         """Post the requests of a step, then run its round."""
