@@ -154,12 +154,14 @@ class Decoder:
             ]
             if now < prefill.died_at + _ROUTER_NOTICES_S:
                 self._request(prefill)
-        if peers.has_work(now):
+        if now >= peers.next_round_at:
+            peers.update_suspects(now)
             peers.send_due_heartbeats(self._agent, now)
             for engine_id in peers.take_releasable((), ()):
                 with peers.releasing(engine_id, 1):
                     lost_at = simulation.lost_at[engine_id]
                     simulation.release_s.append(now - lost_at)
+            peers.plan_next_round()
 
     def _connect(self, prefill: Prefill) -> None:
         engine_id = prefill.engine_id

@@ -97,13 +97,12 @@ class NixlPeerStepMixin(PeerAdminMixin, PeerWorkerMixin):
         with self._step_lock:
             if self._peers is None:
                 return super().get_transfer_results()
-            local_hits: list[str] = []
-            if not self._failed_recv_reqs.empty():
-                local_hits = self._take_local_hits()
+            local_hits = self._take_local_hits() if self._failed_recv_reqs.queue else ()
             results = super().get_transfer_results()
-            results.finished_recving.update(local_hits)
+            if local_hits:
+                results.finished_recving.update(local_hits)
             self._last_step = now = self._peers.clock()
-            if self._peers.has_work(now):
+            if now >= self._peers.next_round_at:
                 self._run_round(now)
             return results
 
@@ -113,6 +112,7 @@ class NixlPeerStepMixin(PeerAdminMixin, PeerWorkerMixin):
         self._peers.update_suspects(now)
         heartbeats_left = self._peers.send_due_heartbeats(self._agent, now)
         released = self._release_unreachable_remote_engines()
+        self._peers.plan_next_round()
         return heartbeats_left or released
 
     def _take_local_hits(self) -> list[str]:

@@ -133,7 +133,7 @@ class NixlAgentProxy:
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call NIXL, alone inside it."""
-        alone = self._lock.acquire(blocking=False) or self._wait()
+        alone = self._lock.acquire(False) or self._wait()
         try:
             return method(*args, **kwargs)
         finally:

@@ -7,6 +7,7 @@ is logged and counted. Knows nothing of vLLM's worker.
 """
 
 import contextlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -92,6 +93,8 @@ class PeerManager:
         self._transfers = transfers
         self._stats = stats
         self._next_scan = 0.0
+        self.next_round_at = -math.inf
+        """When a round would do anything; a step compares, however many peers."""
         self.must_report_gauges = False
         """Whether :meth:`report_gauges` has something new to say."""
 
@@ -105,10 +108,13 @@ class PeerManager:
 
     # -- The round -------------------------------------------------------------
 
-    def has_work(self, now: float) -> bool:
-        """Return whether a round would do anything."""
+    def plan_next_round(self) -> None:
+        """Set the time of the next round: when something comes due, or at once."""
         table = self._table
-        return now >= table.next_due or now >= self._next_scan or bool(table.releases)
+        if table.releases:
+            self.next_round_at = -math.inf
+        else:
+            self.next_round_at = min(table.next_due, self._next_scan)
 
     def send_due_heartbeats(self, agent: HeartbeatSender, now: float) -> bool:
         """Send the heartbeats that are due, a bounded number; return if some are left.
@@ -194,6 +200,7 @@ class PeerManager:
         """Record that a handshake has loaded a peer."""
         with self.lock:
             self._table.connect(engine_id, agents, address, self.clock())
+            self.next_round_at = -math.inf
             self.must_report_gauges = True
             peer = self._table.get(engine_id)
             if peer is not None and self._quarantine.was_released(engine_id):
@@ -320,6 +327,7 @@ class PeerManager:
             if suspect:
                 self._log_cleared(peer)
             if unreachable:
+                self.next_round_at = -math.inf
                 logger.info(
                     "NIXL peer reachable, a transfer has finished: %s | Context: %s",
                     peer.engine_id,
@@ -359,6 +367,7 @@ class PeerManager:
         ):
             return
         assert peer.release is not None
+        self.next_round_at = -math.inf
         context = self._release_context(peer, peer.release)
         if verdict is Verdict.UNREACHABLE:
             self._stats.count("peers_unreachable")

@@ -269,7 +269,7 @@ class PeerWorkerMixin(_StockWorker):
             if self._is_shut_down or now - self._last_step < peers.interval:
                 return False
             self._drain_notifs()
-            return peers.has_work(now) and self._run_round(now)
+            return now >= peers.next_round_at and self._run_round(now)
 
     def _drain_notifs(self) -> None:
         """Keep notifications from piling up in NIXL, and renew leases."""
