@@ -16,7 +16,8 @@ TESTED_VLLM = ("0.31.0", "0.32.0", "0.33.0")
 """Releases that the tests run against: the one list of them in the repository."""
 TESTED_NIXL = ("1.5.0", "1.5.1")
 
-_OLDEST_VLLM, _NEWEST_VLLM = (Version(v).release[:2] for v in TESTED_VLLM[::2])
+_OLDEST_VLLM = Version(TESTED_VLLM[0]).release[:2]
+_NEWEST_VLLM = Version(TESTED_VLLM[-1]).release[:2]
 _OLDEST_NIXL = Version(TESTED_NIXL[0])
 # The package `nixl` only picks one of these, whatever its own version.
 _NIXL_BUILDS = ("nixl-cu12", "nixl-cu13", "nixl-rocm")
@@ -28,7 +29,7 @@ def versions(vllm_version: str, nixl: Mapping[str, str]) -> str:
     found = [f"vLLM {vllm_version}", *map(" ".join, nixl.items())]
     return (
         f"found {', '.join(found)}; "
-        f"it fits vLLM {oldest} to {newest} with NIXL {_OLDEST_NIXL} or newer"
+        f"supported: vLLM {oldest} to {newest} with NIXL {_OLDEST_NIXL} or newer"
     )
 
 
@@ -62,7 +63,7 @@ def unfit_version(vllm_version: str, nixl: Mapping[str, str]) -> str | None:
     try:
         found = Version(vllm_version).release[:2]
         if not _OLDEST_VLLM <= found <= _NEWEST_VLLM:
-            return f"vLLM {vllm_version} does not fit"
+            return f"vLLM {vllm_version} is not supported"
         if not nixl:
             return "NIXL is not installed"
         for name, version in nixl.items():

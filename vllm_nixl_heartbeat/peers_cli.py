@@ -105,9 +105,14 @@ class _Calls:
                     f"HTTP {status}: {said}", passing=status in _PASSING_STATUS
                 )
             try:
-                return list(response.json()["ranks"])
+                ranks = list(response.json()["ranks"])
+                enabled = all(rank["enabled"] for rank in ranks)
             except (ValueError, LookupError, TypeError) as e:
                 raise _Failed("this is no answer of a vLLM server with peers") from e
+            if not enabled:
+                # The stock connector: it holds peers all the same, and releases none.
+                raise _Failed("peer release is off on this server")
+            return ranks
 
         return await self.retry(once)
 

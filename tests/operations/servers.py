@@ -43,12 +43,15 @@ class Rank:
         self.peers = list(peers)
         self.unread: list[int] = [0]
         """Unread requests in the answers to come; the last one stays."""
+        self.enabled = True
+        """Whether it has our connector and not vLLM's own."""
         self.deferred_for = 0
         """How often a release is still "busy" before the reads have ended."""
 
     def list_nixl_peers(self) -> dict[str, Any]:
         unread = self.unread.pop(0) if len(self.unread) > 1 else self.unread[0]
         return {
+            "enabled": self.enabled,
             "peers": self.peers,
             "unread_requests": unread,
             "unread_lease_s": 20.0 if unread else 0.0,
@@ -60,6 +63,7 @@ class Rank:
         named = [p for p in self.peers if engine_id == p["engine_id"]]
         named += [p for p in self.peers if address == p["address"]]
         answer: dict[str, Any] = {
+            "enabled": self.enabled,
             "result": "released",
             "engine_ids": [p["engine_id"] for p in named],
             "in_flight_reads": 0,

@@ -30,7 +30,12 @@ async def test_the_peers_of_every_rank_are_listed():
     client = await client_of(Engine(Rank(peer("p", "p:7000")), Rank()))
     first, second = client.get(PATH).json()["ranks"]
     assert first["peers"] == [peer("p", "p:7000")]
-    assert second == {"peers": [], "unread_requests": 0, "unread_lease_s": 0.0}
+    assert second == {
+        "enabled": True,
+        "peers": [],
+        "unread_requests": 0,
+        "unread_lease_s": 0.0,
+    }
 
 
 @pytest.mark.parametrize("name", [{"engine_id": "p"}, {"address": "p:7000"}])

@@ -61,6 +61,7 @@ def test_the_stand_in_answers_in_the_shape_of_the_workers(
 ):
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: False)
     real, stand_in = NixlPeerWorkerExtension(), Rank()
+    stand_in.enabled = False
     assert stand_in.list_nixl_peers() == real.list_nixl_peers()
     assert stand_in.release_nixl_peers("p") == real.release_nixl_peers("p")
 
@@ -327,3 +328,16 @@ def test_the_command_needs_little_of_the_image():
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ran.stdout == "[]\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["release", "--engine-id", "p"], ["drain"]]
+)
+def test_a_server_with_the_stock_connector_is_no_success(run: Run, command: list[str]):
+    """It may hold the peer, and has nothing to release it with."""
+    rank = Rank()
+    rank.enabled = False
+    with serving_engine(Engine(rank)) as url:
+        status, report = run(*command, url)
+    assert status == 1
+    assert "peer release is off on this server" in str(report)

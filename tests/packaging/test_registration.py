@@ -3,6 +3,7 @@
 """Taking the stock connectors' place, and leaving them there where we do not fit."""
 
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from vllm_nixl_heartbeat.plugin import register
 Doctor = Callable[[pytest.MonkeyPatch], str]
 
 NIXL = compatibility.installed_nixl()["nixl-cu12"]
-FITS = "it fits vLLM 0.31 to 0.33 with NIXL 1.5.0 or newer"
+FITS = "supported: vLLM 0.31 to 0.33 with NIXL 1.5.0 or newer"
 
 
 @pytest.fixture
@@ -143,12 +144,12 @@ def _only_reads_an_attribute(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _too_old(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(vllm, "__version__", "0.30.0")
-    return f"vLLM 0.30.0 does not fit (found vLLM 0.30.0, nixl-cu12 {NIXL}; {FITS})"
+    return f"vLLM 0.30.0 is not supported (found vLLM 0.30.0, nixl-cu12 {NIXL}; {FITS})"
 
 
 def _too_new(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(vllm, "__version__", "0.34.0.dev7+g1234567")
-    return "vLLM 0.34.0.dev7+g1234567 does not fit (found vLLM 0.34.0.dev7"
+    return "vLLM 0.34.0.dev7+g1234567 is not supported (found vLLM 0.34.0.dev7"
 
 
 def _no_version(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -284,6 +285,16 @@ def test_which_build_of_nixl_counts(
 def test_which_releases_fit(version: str, fits: bool):
     reason = compatibility.unfit_version(version, {"nixl": "1.5.0"})
     assert (reason is None) is fits
+
+
+def test_a_release_that_is_added_to_the_list_fits():
+    code = inspect.getsource(compatibility).replace(
+        str(compatibility.TESTED_VLLM[-1]), '0.33.0", "0.34.0", "0.35.0'
+    )
+    module: dict[str, Any] = {}
+    exec(code, module)
+    assert module["unfit_version"]("0.35.1", {"nixl": "1.5.0"}) is None
+    assert module["unfit_version"]("0.36.0", {"nixl": "1.5.0"}) is not None
 
 
 # -- Before the factory is imported ----------------------------------------------------

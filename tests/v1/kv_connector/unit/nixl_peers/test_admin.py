@@ -39,6 +39,7 @@ def test_the_list_of_peers(decoder: Decoder, rank: NixlPeerWorkerExtension):
     decoder.request("r", "p")
     decoder.step(1.5)
     assert rank.list_nixl_peers() == {
+        "enabled": True,
         "peers": [
             {
                 "engine_id": "p",
@@ -123,12 +124,14 @@ def test_a_release_by_hand(
     decoder.connect("p", port=7000)
     decoder.connect("other", port=7001)
     assert rank.release_nixl_peers(**name) == {
+        "enabled": True,
         "result": "released",
         "engine_ids": ["p"],
         "in_flight_reads": 0,
     }
     assert decoder.connected == {"other"} and decoder.is_clean("p")
     assert rank.release_nixl_peers(**name) == {
+        "enabled": True,
         "result": "unknown",
         "engine_ids": [],
         "in_flight_reads": 0,
@@ -160,6 +163,7 @@ def test_a_release_by_hand_waits_for_reads_in_flight(
     decoder.step()
     for _ in range(2):
         assert rank.release_nixl_peers("p") == {
+            "enabled": True,
             "result": "busy",
             "engine_ids": ["p"],
             "in_flight_reads": 2,
@@ -197,6 +201,7 @@ def test_an_engine_with_a_running_handshake_is_busy(
     decoder.request("r", "p")
     decoder.step()
     assert rank.release_nixl_peers("p") == {
+        "enabled": True,
         "result": "busy",
         "engine_ids": ["p"],
         "in_flight_reads": 0,
@@ -227,11 +232,13 @@ def test_a_rank_without_a_connector_knows_nobody(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: False)
     rank = NixlPeerWorkerExtension()
     assert rank.list_nixl_peers() == {
+        "enabled": False,
         "peers": [],
         "unread_requests": 0,
         "unread_lease_s": 0.0,
     }
     assert rank.release_nixl_peers("p") == {
+        "enabled": False,
         "result": "unknown",
         "engine_ids": [],
         "in_flight_reads": 0,
@@ -274,6 +281,7 @@ def test_connectors_inside_a_multi_connector_answer_together(
     assert listed["unread_requests"] == 2 and listed["unread_lease_s"] == 20.0
     # One that does not know the peer does not spoil the other's answer.
     assert rank.release_nixl_peers("p") == {
+        "enabled": True,
         "result": "released",
         "engine_ids": ["p"],
         "in_flight_reads": 0,

@@ -350,7 +350,7 @@ def test_unloading_goes_on_after_a_failure(setup: Setup, lines: Lines):
     setup.nixl.raises["remove_remote_agent"] = [nixlNotFoundError("?")]
     setup.proxy.release_dlist_handle(dlist)
     setup.proxy.remove_remote_agent("p")
-    assert len(lines("NIXL could not free all of agent p: nixl")) == 2
+    assert len(lines("NIXL could not fully unload agent p: nixl")) == 2
     # A failure to unload is no evidence: the peer is about to be forgotten.
     assert setup.notes.told == []
     setup.proxy.remove_remote_agent("p")

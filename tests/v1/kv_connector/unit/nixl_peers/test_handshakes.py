@@ -48,7 +48,7 @@ def test_a_request_that_names_this_engine_fails_alone(
         decoder.read(f"good{i}", "p")
     assert decoder.finished == [f"good{i}" for i in range(6)]
     assert decoder.states() == {"p": "connected"}
-    assert len(lines("A request names this engine")) <= 1
+    assert len(lines("Refused a request that names this engine")) <= 1
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Setup:
 
     def release(self, *handshaking: str, busy: tuple[str, ...] = ()) -> list[str]:
         """Release what may go now, as a round does."""
-        engine_ids = self.manager.take_releasable(busy, handshaking)
+        engine_ids = self.manager.find_releasable(busy, handshaking)
         for engine_id in engine_ids:
             with self.manager.releasing(engine_id, 1):
                 pass
@@ -303,7 +303,7 @@ def test_an_untyped_error_is_shown_and_logged_once_per_call(setup: Setup, lines:
     (peer,) = setup.manager.list_peers()
     assert peer["state"] == "connected"
     assert peer["last_error"] == "nixlBackendError from transfer"
-    first, second = lines("NIXL peer error, not taken for a disconnect: p")
+    first, second = lines("NIXL peer error, not treated as a disconnect: p")
     assert "nixlBackendError from send_notif: why" in first
     assert "nixlBackendError from transfer: why" in second
 
@@ -338,7 +338,7 @@ def test_a_finished_read_takes_back_a_disconnect_and_the_quarantine(
     assert setup.release() == []
     assert setup.manager.handshake_refusal("p", WHERE, running=False) is None
     assert not setup.manager.needs_check("p", WHERE)
-    assert len(lines("NIXL peer reachable, a transfer has finished: p")) == 1
+    assert len(lines("NIXL peer reachable again, a transfer has finished: p")) == 1
 
 
 def test_a_stuck_read_makes_a_suspect_that_is_never_released(
@@ -391,7 +391,7 @@ def test_the_engine_itself_is_no_peer(setup: Setup):
 
 def test_a_failed_handshake_quarantines_and_says_so(setup: Setup, lines: Lines):
     assert not setup.manager.needs_check("p", WHERE)
-    setup.manager.handshake_failed("p", WHERE)
+    setup.manager.handshake_failed("p", WHERE, TimeoutError("no answer"))
     assert setup.manager.needs_check("p", WHERE)
     refusal = setup.manager.handshake_refusal("p", WHERE, running=False)
     assert refusal == "quarantined for another 1.0 s"

@@ -257,10 +257,13 @@ def test_an_agent_belongs_to_the_engine_that_loaded_it_last(table: PeerTable):
 def test_the_first_evidence_stands(table: PeerTable):
     peer = connect(table, "p")
     assert table.mark_for_release("p", Verdict.UNREACHABLE, "first", T0 + 3)
-    assert not table.mark_for_release("p", Verdict.REQUESTED, "second", T0 + 4)
+    assert not table.mark_for_release("p", Verdict.UNREACHABLE, "second", T0 + 4)
+    # Whoever asks for it is not told that it goes for another reason.
+    assert not table.mark_for_release("p", Verdict.REQUESTED, "third", T0 + 5)
+    assert not table.mark_for_release("p", Verdict.UNREACHABLE, "fourth", T0 + 6)
     release = peer.release
     assert release is not None
-    assert (release.verdict, release.evidence) == (Verdict.UNREACHABLE, "first")
+    assert (release.verdict, release.evidence) == (Verdict.REQUESTED, "first")
     assert (release.found_at, release.proof_of_life_age) == (T0 + 3, 3)
     assert table.releases == {"p": peer}
 
@@ -299,10 +302,10 @@ def test_a_reconnected_peer_is_not_to_be_released(table: PeerTable):
 def test_an_error_is_new_once_per_peer_and_kind(table: PeerTable):
     q = connect(table, "q")
     p = connect(table, "p")
-    assert table.is_first_error(p, "a") and not table.is_first_error(p, "a")
-    assert table.is_first_error(p, "b") and table.is_first_error(q, "a")
+    assert table.record_error(p, "a") and not table.record_error(p, "a")
+    assert table.record_error(p, "b") and table.record_error(q, "a")
     assert (p.last_error, q.last_error) == ("b", "a")
-    assert table.is_first_error(connect(table, "p"), "a")
+    assert table.record_error(connect(table, "p"), "a")
 
 
 def test_a_finished_transfer_takes_a_disconnect_back(table: PeerTable):
@@ -408,7 +411,7 @@ class Heartbeats(RuleBasedStateMachine):
             for engine_id in take_all(self.table, self.now):
                 peer = self.table.get(engine_id)
                 assert peer is not None and peer.release is None
-                slot = peer.last_sent
+                slot = peer.last_slot
                 assert slot <= self.now
                 # At most one heartbeat per slot, and slots are an interval apart.
                 assert slot - self.slots.get(engine_id, -math.inf) > 0.999 * (

@@ -57,7 +57,7 @@ _PUSH_WRITER_JOIN_TIMEOUT_S = 2.0
 
 
 class NixlPeerStepMixin(PeerAdminMixin, PeerWorkerMixin):
-    """What a step does beside the stock worker's work, in pull and push mode."""
+    """What a step does in addition to the stock work, in pull and push mode."""
 
     def __init__(
         self,
@@ -235,7 +235,8 @@ def heartbeat_interval(vllm_config: "VllmConfig") -> float:
         The interval in seconds; 0.0 if the feature is off.
 
     Raises:
-        ValueError: If the value is not a finite number >= 0.
+        ValueError: If the value is neither 0 nor a finite number of seconds that is
+            large enough.
 
     """
     assert vllm_config.kv_transfer_config is not None

@@ -32,8 +32,7 @@ class PeerAdminMixin(_PeerWorker):
             leases ends.
 
         """
-        if self._peers is None:
-            return {"peers": [], "unread_requests": 0, "unread_lease_s": 0.0}
+        assert self._peers is not None
         with self._peers.lock:
             now = self._peers.clock()
             # What has been read while no step ran is accounted for by the next one;
@@ -59,7 +58,7 @@ class PeerAdminMixin(_PeerWorker):
     def release_peers(
         self, engine_id: str | None = None, address: str | None = None
     ) -> dict[str, Any]:
-        """Release the peers that the operator names, as if they were unreachable.
+        """Release the peers that the operator names as soon as nothing is in flight.
 
         The next request for a released engine connects again.
 
@@ -74,13 +73,7 @@ class PeerAdminMixin(_PeerWorker):
             "unknown" the ``known`` peers.
 
         """
-        if self._peers is None:
-            return {
-                "result": "unknown",
-                "engine_ids": [],
-                "in_flight_reads": 0,
-                "known": [],
-            }
+        assert self._peers is not None
         with self._peers.lock:
             named = self._peers.request_release(engine_id, address)
             while self._release_unreachable_remote_engines():
@@ -110,9 +103,15 @@ class NixlPeerWorkerExtension:
     """Methods of a vLLM worker; an extension of the operator's may derive from it."""
 
     def list_nixl_peers(self) -> dict[str, Any]:
-        """List the peers of this rank; see ``NixlConnectorWorker.list_peers``."""
+        """List the peers of this rank; see ``NixlConnectorWorker.list_peers``.
+
+        Returns:
+            The same, and ``enabled``: whether peers are managed here at all.
+
+        """
         listed = [worker.list_peers() for worker in _nixl_workers()]
         return {
+            "enabled": bool(listed),
             "peers": [peer for each in listed for peer in each["peers"]],
             "unread_requests": sum(each["unread_requests"] for each in listed),
             "unread_lease_s": max((e["unread_lease_s"] for e in listed), default=0.0),
@@ -121,12 +120,18 @@ class NixlPeerWorkerExtension:
     def release_nixl_peers(
         self, engine_id: str | None = None, address: str | None = None
     ) -> dict[str, Any]:
-        """Release peers on this rank; see ``NixlConnectorWorker.release_peers``."""
+        """Release peers on this rank; see ``NixlConnectorWorker.release_peers``.
+
+        Returns:
+            The same, and ``enabled``: whether peers are managed here at all.
+
+        """
         answers = [w.release_peers(engine_id, address) for w in _nixl_workers()]
         found = [answer for answer in answers if answer["result"] != "unknown"]
         if not found:
             known = [peer for answer in answers for peer in answer["known"]]
             return {
+                "enabled": bool(answers),
                 "result": "unknown",
                 "engine_ids": [],
                 "in_flight_reads": 0,
@@ -134,6 +139,7 @@ class NixlPeerWorkerExtension:
             }
         busy = any(answer["result"] == "busy" for answer in found)
         return {
+            "enabled": True,
             "result": "busy" if busy else "released",
             "engine_ids": [e for answer in found for e in answer["engine_ids"]],
             "in_flight_reads": sum(answer["in_flight_reads"] for answer in found),
@@ -141,7 +147,7 @@ class NixlPeerWorkerExtension:
 
 
 def _nixl_workers() -> Iterator[Any]:
-    """Yield our NIXL workers of this rank: one, or several in a MultiConnector."""
+    """Yield the workers with peers of this rank; a MultiConnector may have several."""
     from vllm.distributed.kv_transfer import (
         get_kv_transfer_group,
         has_kv_transfer_group,
@@ -152,5 +158,6 @@ def _nixl_workers() -> Iterator[Any]:
         connector = connectors.pop()
         connectors.extend(getattr(connector, "_connectors", ()))
         worker = getattr(connector, "connector_worker", None)
+        # With the heartbeat off the worker is vLLM's own, which has none.
         if hasattr(worker, "release_peers"):
             yield worker

@@ -101,7 +101,7 @@ class NixlAgentProxy:
         transfers: OpenTransfers,
         clock: Callable[[], float],
     ):
-        """Stand in front of an agent.
+        """Wrap an agent.
 
         Args:
             agent: A ``nixl_agent``.
@@ -198,7 +198,7 @@ class NixlAgentProxy:
         try:
             self._call(method, target)
         except Exception as e:
-            logger.warning("NIXL could not free all of agent %s: %r", agent, e)
+            logger.warning("NIXL could not fully unload agent %s: %r", agent, e)
 
     # -- Transfers -------------------------------------------------------------
 

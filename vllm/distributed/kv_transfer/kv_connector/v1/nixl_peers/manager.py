@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A NIXL peer's life: connected, in evidence, released.
+"""The life cycle of a NIXL peer, from its handshake to its release.
 
 The one place where errors are judged, where a peer is forgotten, and where all of it
 is logged and counted. Knows nothing of vLLM's worker.
@@ -29,7 +29,7 @@ from .quarantine import Quarantine
 logger = init_logger(__name__)
 
 # Bounds of one round. A send takes about 5 us, so 32 (a TP-32 peer's worth) are
-# lost in a step; one that fails takes 0.2 ms, since NIXL prints a line; a release
+# negligible in a step; one that fails takes 0.2 ms, since NIXL prints a line; a release
 # takes up to a millisecond.
 MAX_SENDS_PER_ROUND = 32
 MAX_FAILURES_PER_ROUND = 2
@@ -159,7 +159,7 @@ class PeerManager:
         for peer in cleared:
             self._log_cleared(peer)
 
-    def take_releasable(
+    def find_releasable(
         self, busy: Collection[str], handshaking: Collection[str]
     ) -> list[str]:
         """Return the engines to release now, a bounded number.
@@ -258,9 +258,9 @@ class PeerManager:
         """Return why no handshake may be waited for now, or None."""
         if engine_id == self._engine_id:
             logger.warning_once(
-                "A request names this engine, %s, as its own NIXL peer: refused. The "
-                "router picks one instance for both phases, or prefill and decode "
-                "instances are configured with one engine_id.",
+                "Refused a request that names this engine, %s, as its NIXL peer: the "
+                "router chose one instance for both phases, or two instances share one "
+                "engine_id.",
                 engine_id,
             )
             return "this engine itself"
@@ -278,7 +278,7 @@ class PeerManager:
         with self.lock:
             self._quarantine.answered(engine_id)
 
-    def handshake_failed(self, engine_id: str, address: str) -> None:
+    def handshake_failed(self, engine_id: str, address: str, error: Exception) -> None:
         """Quarantine an engine that does not answer at an address."""
         with self.lock:
             seconds = self._quarantine.handshake_failed(
@@ -293,6 +293,7 @@ class PeerManager:
                 "engine_id": self._engine_id,
                 "remote_engine_id": claimed,
                 "remote_address": address,
+                "evidence": _evidence(error),
                 "refused_for_s": seconds,
             },
         )
@@ -329,7 +330,8 @@ class PeerManager:
             if unreachable:
                 self.next_round_at = -math.inf
                 logger.info(
-                    "NIXL peer reachable, a transfer has finished: %s | Context: %s",
+                    "NIXL peer reachable again, a transfer has finished: %s "
+                    "| Context: %s",
                     peer.engine_id,
                     self._context(peer),
                 )
@@ -343,9 +345,9 @@ class PeerManager:
                 return
             if is_disconnect(error):
                 self._mark(peer, Verdict.UNREACHABLE, kind, agent)
-            elif self._table.is_first_error(peer, kind):
+            elif self._table.record_error(peer, kind):
                 logger.warning(
-                    "NIXL peer error, not taken for a disconnect: %s | Context: %s",
+                    "NIXL peer error, not treated as a disconnect: %s | Context: %s",
                     peer.engine_id,
                     self._context(peer)
                     | {
@@ -408,7 +410,7 @@ class PeerManager:
                 "address": peer.address,
                 "agents": [_name(agent) for agent in peer.agents],
                 "state": peer.state,
-                "since_proof_of_life_s": round(now - peer.last_finished, 3),
+                "since_proof_of_life_s": round(now - peer.last_proof_of_life, 3),
                 "in_flight_reads": self._count(peer, in_flight),
                 "last_error": peer.last_error,
             }
@@ -470,6 +472,10 @@ class PeerManager:
             peer.engine_id,
             self._context(peer),
         )
+
+
+def _evidence(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_LOGGED]
 
 
 def _name(agent: str | bytes) -> str:

@@ -117,13 +117,13 @@ class Peer:
     connected_at: float
     last_active: float
     """When something other than a heartbeat was last sent to it, or a read posted."""
-    last_finished: float
+    last_proof_of_life: float
     """Last proof of life: a finished transfer or the handshake, never a send."""
     due: float
     """When the schedule looks at this peer next."""
     offset: float
     """Its fixed jitter, in seconds."""
-    last_sent: float = -math.inf
+    last_slot: float = -math.inf
     """The due time that the last heartbeat was sent for."""
     suspect_since: float | None = None
     release: Release | None = None
@@ -227,14 +227,14 @@ class PeerTable:
                 continue
             interval = self.interval_after(now - peer.last_active)
             earliest = max(
-                peer.last_active + interval + peer.offset, peer.last_sent + interval
+                peer.last_active + interval + peer.offset, peer.last_slot + interval
             )
             if earliest > now:
                 # Looked at again within an interval even if the heartbeat is
                 # further off: a read in between makes it due sooner.
                 self._reschedule(peer, min(earliest, now + self.interval))
                 continue
-            peer.last_sent = due
+            peer.last_slot = due
             # Skip slots that have passed, or are less than half an interval off.
             missed = math.floor((now - due) / self.interval + 0.5)
             self._reschedule(peer, due + (missed + 1) * self.interval)
@@ -261,11 +261,17 @@ class PeerTable:
     ) -> bool:
         """Record that a peer is to be released; return whether that is news."""
         peer = self._peers.get(engine_id)
-        if peer is None or peer.release is not None:
+        if peer is None:
+            return False
+        if peer.release is not None:
+            if verdict is not Verdict.UNREACHABLE:
+                # Whoever asks for the release of an unreachable peer means it,
+                # whatever finishes until then.
+                peer.release.verdict = verdict
             return False
         if verdict is Verdict.UNREACHABLE:
             peer.last_error = evidence
-        peer.release = Release(verdict, evidence, now, now - peer.last_finished)
+        peer.release = Release(verdict, evidence, now, now - peer.last_proof_of_life)
         self.releases[engine_id] = peer
         return True
 
@@ -280,7 +286,7 @@ class PeerTable:
             Whether the peer was suspect, and whether it was unreachable.
 
         """
-        peer.last_finished = now
+        peer.last_proof_of_life = now
         suspect = self.suspects.pop(peer.engine_id, None) is not None
         peer.suspect_since = None
         release = peer.release
@@ -309,8 +315,9 @@ class PeerTable:
             peer = self._by_agent.get(agent)
             if (
                 peer is not None
+                and peer.release is None
                 and now - posted_at >= SUSPECT_AFTER_S
-                and peer.last_finished <= posted_at
+                and peer.last_proof_of_life <= posted_at
             ):
                 stuck[peer.engine_id] = peer
         found = [peer for peer in stuck.values() if peer.suspect_since is None]
@@ -322,8 +329,8 @@ class PeerTable:
         self.suspects = stuck
         return found, cleared
 
-    def is_first_error(self, peer: Peer, kind: str) -> bool:
-        """Return whether an untyped error of this kind is new for this peer."""
+    def record_error(self, peer: Peer, kind: str) -> bool:
+        """Record an untyped error; return whether its kind is new for this peer."""
         peer.last_error = kind
         if kind in peer.logged_errors:
             return False

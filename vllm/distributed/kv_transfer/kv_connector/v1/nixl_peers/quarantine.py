@@ -23,8 +23,8 @@ _FORGET_AFTER_S = 600.0
 class _Record:
     until: float
     """End of the quarantine."""
-    failures: int = 0
-    """Releases and failed handshakes since the last finished read."""
+    strikes: int = 0
+    """Level of the back-off: 1 is free, each one more doubles the quarantine."""
     attempt_at: float = -math.inf
     """When the last half-open attempt began."""
     answered: bool = False
@@ -74,20 +74,20 @@ class Quarantine:
         record = self._record(engine_id, address, now)
         record.released = True
         if failed:
-            self._fail(record, max(record.failures, 0), now)
+            self._fail(record, record.strikes, now)
 
     def handshake_failed(self, engine_id: str, address: str, now: float) -> float:
         """Record a failed handshake; return for how many seconds it is refused."""
         record = self._record(engine_id, address, now)
         # Worse than a release: it quarantines from the first one on.
-        self._fail(record, max(record.failures, 1), now)
+        self._fail(record, max(record.strikes, 1), now)
         return record.until - now
 
     @staticmethod
-    def _fail(record: _Record, failures: int, now: float) -> None:
-        record.failures = failures + 1
+    def _fail(record: _Record, strikes: int, now: float) -> None:
+        record.strikes = strikes + 1
         record.answered = False
-        doublings = min(failures - 1, _MAX_DOUBLINGS)
+        doublings = min(strikes - 1, _MAX_DOUBLINGS)
         if doublings >= 0:
             record.until = now + min(MIN_QUARANTINE_S * 2**doublings, MAX_QUARANTINE_S)
 
@@ -128,7 +128,7 @@ class Quarantine:
 
         """
         record = self._records.get(engine_id, {}).get(address)
-        if record is None or record.failures < 2:
+        if record is None or record.strikes < 2:
             return None
         if running and record.answered:
             return None

@@ -165,7 +165,7 @@ class PeerWorkerMixin(_StockWorker):
             except Exception as e:
                 self._unload(peers, expected_engine_id, loaded)
                 if not says_nothing_about_peer(e, host):
-                    peers.handshake_failed(expected_engine_id, address)
+                    peers.handshake_failed(expected_engine_id, address, e)
                 raise
 
     def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
@@ -203,12 +203,13 @@ class PeerWorkerMixin(_StockWorker):
         return self._engines_with_inflight_transfers()
 
     def _release_unreachable_remote_engines(self) -> bool:
-        """Release unreachable peers, a bounded number; return whether there were any.
+        """Release peers that are to go, a bounded number; return if there were any.
 
-        Never one with a transfer in flight, nor while a handshake with it runs.
+        Never one with a transfer in flight, nor while a handshake with it runs. If
+        there were any, the caller looks again: others may be left.
         """
         assert self._peers is not None
-        releasable = self._peers.take_releasable(
+        releasable = self._peers.find_releasable(
             self._engines_in_use(), self._handshake_futures
         )
         for engine_id in releasable:
@@ -355,7 +356,7 @@ class PeerWorkerMixin(_StockWorker):
         if not self._peers.lock.acquire(timeout=_SHUTDOWN_LOCK_TIMEOUT_S):
             # A second thread inside NIXL could crash the process; what this one holds
             # goes with the process.
-            logger.error("NIXL is busy in another thread; not shut down")
+            logger.error("NIXL is busy in another thread; skipping its shutdown")
             return
         try:
             super().shutdown()
