@@ -23,6 +23,7 @@ from nixl_lab.model import ensure_model
 from nixl_lab.progress import Steps
 from nixl_lab.record import Record, Rule, judge
 from nixl_lab.report import write_report
+from nixl_lab.router import running_router
 from nixl_lab.servers import Deployment, ServerOptions, VllmServer, release_folder
 
 EXIT_INTERRUPTED = 130
@@ -84,6 +85,7 @@ async def local_experiment(
     *,
     env: Mapping[str, str] | None = None,
     tensor_parallel: tuple[int, int] = (1, 1),
+    router: str = "",
 ) -> AsyncIterator[Experiment[VllmServer]]:
     """Starts the record's instances as servers of this machine; they end with it."""
     steps = Steps()
@@ -110,10 +112,14 @@ async def local_experiment(
         with steps.step(f"start {', '.join(deployment.servers)}"):
             await deployment.start_all()
         await ask_version(record, deployment.decoders[-1].url)
-        experiment = Experiment(
-            deployment.prefills, deployment.decoders, record, steps, args.stock
-        )
-        async with experiment.running():
+        prefills, decoders = deployment.prefills, deployment.decoders
+        async with contextlib.AsyncExitStack() as stack:
+            url = ""
+            if router:
+                running = running_router(router, prefills, decoders, output / "router")
+                url = await stack.enter_async_context(running)
+            experiment = Experiment(prefills, decoders, record, steps, args.stock, url)
+            await stack.enter_async_context(experiment.running())
             yield experiment
 
 
