@@ -11,14 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from nixl_lab.client import new_session
-from nixl_lab.servers import (
-    HOST,
-    ServerError,
-    VllmServer,
-    ask_for_sigterm_when_parent_dies,
-    free_port,
-    is_healthy,
-)
+from nixl_lab.processes import ask_for_sigterm_when_parent_dies
+from nixl_lab.servers import HOST, ServerError, VllmServer, free_port, is_healthy
 
 # Where `make drill ROUTER=...` installs it; nothing else needs it.
 FOLDER = Path(sys.prefix) / "router"
