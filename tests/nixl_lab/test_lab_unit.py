@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nixl_lab.client import (
     Answer,
 )
 from nixl_lab.experiment import ExperimentError
+from nixl_lab.in_server.lab_worker import LabWorkerExtension
 from nixl_lab.record import Fault, p95
 from nixl_lab.scenarios import judge_dead_route, release_line
 from nixl_lab.servers import Deployment, ServerError, ServerOptions, VllmServer
@@ -293,3 +295,22 @@ def test_demo_says_why_it_skips_a_scenario(
     monkeypatch.setattr(faults.shutil, "which", lambda _: None)
     assert demo.main(["--scenario=flap"]) == 0
     assert "skipped: the command ss is missing" in capsys.readouterr().out
+
+
+def test_a_busy_interpreter_lets_no_other_thread_run() -> None:
+    stop = threading.Event()
+    gaps = [0.0]
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not stop.is_set():
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    LabWorkerExtension().hold_interpreter(1)
+    stop.set()
+    thread.join()
+    assert max(gaps) > 0.9
