@@ -8,7 +8,9 @@ import contextlib
 import datetime
 import os
 import platform
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -179,6 +181,8 @@ def new_record(
         "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB,"
         f" {platform.system()} {platform.machine()}",
         "Python": platform.python_version(),
+        "commit": _commit(),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
     }
     return Record(about, args.interval, list(prefills), list(decoders))
 
@@ -186,6 +190,18 @@ def new_record(
 def numbered(role: str, number: int) -> list[str]:
     """Names of instances."""
     return [f"{role}-{n}" for n in range(1, number + 1)]
+
+
+def _commit() -> str:
+    """The commit of this checkout; with a plus sign where files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=7", "--dirty=+"]
+    try:
+        described = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    return described.stdout.strip() or "unknown"
 
 
 def _ours() -> str:
