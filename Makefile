@@ -104,9 +104,11 @@ gpu-check: ## What a release frees on an NVIDIA GPU (PYTHON= one with vLLM, NIXL
 	@$(PYTHON) -m benchmarks.gpu_check
 
 .PHONY: drill
-drill: install ## Kill and replace a prefill six times under traffic (QUICK=1, STOCK=1)
+drill: install ## Kill and replace a prefill six times (QUICK=1, STOCK=1, ROUTER=vllm-router)
 	@$(INSTALL_SERVER)
-	@$(PY) -m nixl_lab.drill $(LAB)/drill$(if $(STOCK),-stock) $(if $(QUICK),--cycles 1)
+	@$(if $(ROUTER),$(PY) -m pip install --quiet --no-deps --target .venv/router --upgrade vllm-router==0.1.17)
+	@$(PY) -m nixl_lab.drill $(LAB)/drill$(if $(STOCK),-stock) $(if $(QUICK),--cycles 1) \
+	  $(if $(ROUTER),--router $(ROUTER))
 
 .PHONY: soak
 soak: install ## Random faults under traffic (MINUTES=60, SEED=)

@@ -19,7 +19,8 @@ from pathlib import Path
 from nixl_lab.experiment import Experiment
 from nixl_lab.instances import CommandInstance, Commands
 from nixl_lab.progress import Steps
-from nixl_lab.record import DRILL_RULES, Record
+from nixl_lab.record import DRILL_RULES, ROUTER_RULES, Record
+from nixl_lab.router import ROUTERS
 from nixl_lab.scenarios import drill
 from nixl_lab.session import (
     add_server_arguments,
@@ -70,18 +71,24 @@ async def play(args: argparse.Namespace) -> int:
         [name for name, _ in args.prefill] or numbered("prefill", 2),
         [name for name, _ in args.decode] or numbered("decode", 2),
     )
-    record.about["cycles"] = str(args.cycles)
+    record.about |= {"cycles": str(args.cycles), "router": args.router or "the lab's"}
     output = args.output.resolve()
 
     async def played() -> str:
-        drilled = _own_deployment if args.prefill else local_experiment
-        async with drilled(args, record, output) as experiment:
+        if args.prefill:
+            started = _own_deployment(args, record, output)
+        else:
+            started = local_experiment(args, record, output, router=args.router)
+        async with started as experiment:
             await drill(
                 experiment, args.cycles, min(_DECODER_RESTART_AFTER, args.cycles)
             )
-        return ""
+        failed = len(record.failures)
+        return f"{len(record.requests)} requests, {failed} failed"
 
-    return await run(played, record, DRILL_RULES, output)
+    # Which instances served a request is known of the lab's own proxy only.
+    rules = ROUTER_RULES if args.router else DRILL_RULES
+    return await run(played, record, rules, output)
 
 
 @contextlib.asynccontextmanager
@@ -121,6 +128,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="takes record.json, README.md and logs (default build/drill)",
     )
+    parser.add_argument(
+        "--router", choices=ROUTERS, default="", help="instead of the lab's own proxy"
+    )
     add_server_arguments(parser)
     own = parser.add_argument_group("a deployment of your own, see below")
     for role in ("prefill", "decode"):
@@ -158,8 +168,8 @@ def _check_own_deployment(
     for name in ("kill", "start"):
         if not getattr(args, name):
             parser.error(f"--{name} is needed with --prefill and --decode")
-    if args.stock or args.vllm:
-        parser.error("--stock and --vllm are for servers that are started here")
+    if args.stock or args.vllm or args.router:
+        parser.error("--stock, --vllm, --router are for servers that are started here")
 
 
 def _address(text: str) -> tuple[str, str]:

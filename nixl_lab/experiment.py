@@ -328,16 +328,12 @@ class Experiment(Generic[I]):
                 # It took all its state along.
                 fault.releases.pop(decoder.name, None)
                 return
-            if not self.has_lists:
-                at = self._released.get((decoder.name, fault.engine))
-            else:
-                at = self.now()
-                # A busy engine answers late; what counts is what it says then.
+            at = self._released.get((decoder.name, fault.engine))
+            if self.has_lists:
+                # A busy engine answers late, and then says how it is by then.
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    if fault.engine in await self.connected(decoder):
-                        at = None
-                    else:
-                        at = self.now()
+                    gone = fault.engine not in await self.connected(decoder)
+                    at = self.now() if gone else None
             if at is not None:
                 fault.releases[decoder.name] = at - fault.at
                 return

@@ -299,6 +299,7 @@ DRILL_RULES = (
     no_exits,
     quiet_logs,
 )
+ROUTER_RULES = (complete, released, right_tokens, no_exits)
 SOAK_RULES = (complete, released, explained, right_tokens, no_exits, flat)
 
 

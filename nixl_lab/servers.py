@@ -4,7 +4,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -23,6 +22,12 @@ from typing import Literal, Self
 
 import aiohttp
 import psutil
+
+from nixl_lab.processes import (
+    ask_for_sigterm_when_parent_dies,
+    settle_threads,
+    wait_until_ended,
+)
 
 Role = Literal["prefill", "decode"]
 
@@ -59,10 +64,6 @@ _READY_POLL_S = 0.25
 _IN_SERVER = Path(__file__).with_name("in_server")
 _EXTENSION = "lab_worker.LabWorkerExtension"
 _PLUGINS = "nixl_heartbeat,nixl_peer_admin"
-_KILL_TIMEOUT_S = 10.0
-_LOWEST_PRIORITY = 19
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 # The shell leads the server's process group. The kernel sends it SIGTERM when
 # this process dies, however that happens, and it then takes the group along.
 _GROUP_LEADER = 'trap "kill -KILL 0" TERM; "$@" & wait $!'
@@ -196,14 +197,14 @@ class VllmServer:
                     )
                 await asyncio.sleep(_READY_POLL_S)
         for worker in self.workers():
-            _settle_threads(worker.pid)
+            settle_threads(worker.pid)
 
     def kill_now(self) -> None:
         """Kills the server, also what a crash of its engine alone left of it."""
         for process in self._stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        _wait_until_ended(self._stopped)
+        wait_until_ended(self._stopped)
         self._stopped = []
         if self._process is None:
             return
@@ -211,7 +212,7 @@ class VllmServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        _wait_until_ended(members)
+        wait_until_ended(members)
         self._process = None
 
     def go_dark(self) -> None:
@@ -227,7 +228,7 @@ class VllmServer:
         for process in rest:
             process.kill()
         self._process.wait()
-        _wait_until_ended(rest)
+        wait_until_ended(rest)
         self._process = None
 
     def workers(self) -> list[psutil.Process]:
@@ -383,37 +384,3 @@ async def is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
-
-
-def _wait_until_ended(processes: list[psutil.Process]) -> None:
-    """Waits for processes that are not children of this one.
-
-    One that has ended may stay a zombie for as long as init does not collect it.
-    """
-    deadline = time.monotonic() + _KILL_TIMEOUT_S
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                if time.monotonic() > deadline:
-                    raise ServerError(f"process {process.pid} survived SIGKILL")
-                time.sleep(_LOG_POLL_S)
-
-
-def ask_for_sigterm_when_parent_dies() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _settle_threads(pid: int) -> None:
-    """Lets several workers share few cores.
-
-    vLLM pins the main thread and all NIXL threads to the last core, the same one
-    for every server, and NIXL's progress thread polls without a pause: without
-    this the servers starve each other.
-    """
-    cores = range(os.cpu_count() or 1)
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        tid = int(thread)
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(tid, cores)
-            if tid != pid:
-                os.setpriority(os.PRIO_PROCESS, tid, _LOWEST_PRIORITY)

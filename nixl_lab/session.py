@@ -8,7 +8,9 @@ import contextlib
 import datetime
 import os
 import platform
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -23,6 +25,7 @@ from nixl_lab.model import ensure_model
 from nixl_lab.progress import Steps
 from nixl_lab.record import Record, Rule, judge
 from nixl_lab.report import write_report
+from nixl_lab.router import running_router
 from nixl_lab.servers import Deployment, ServerOptions, VllmServer, release_folder
 
 EXIT_INTERRUPTED = 130
@@ -84,6 +87,7 @@ async def local_experiment(
     *,
     env: Mapping[str, str] | None = None,
     tensor_parallel: tuple[int, int] = (1, 1),
+    router: str = "",
 ) -> AsyncIterator[Experiment[VllmServer]]:
     """Starts the record's instances as servers of this machine; they end with it."""
     steps = Steps()
@@ -110,10 +114,14 @@ async def local_experiment(
         with steps.step(f"start {', '.join(deployment.servers)}"):
             await deployment.start_all()
         await ask_version(record, deployment.decoders[-1].url)
-        experiment = Experiment(
-            deployment.prefills, deployment.decoders, record, steps, args.stock
-        )
-        async with experiment.running():
+        prefills, decoders = deployment.prefills, deployment.decoders
+        async with contextlib.AsyncExitStack() as stack:
+            url = ""
+            if router:
+                running = running_router(router, prefills, decoders, output / "router")
+                url = await stack.enter_async_context(running)
+            experiment = Experiment(prefills, decoders, record, steps, args.stock, url)
+            await stack.enter_async_context(experiment.running())
             yield experiment
 
 
@@ -173,6 +181,8 @@ def new_record(
         "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB,"
         f" {platform.system()} {platform.machine()}",
         "Python": platform.python_version(),
+        "commit": _commit(),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
     }
     return Record(about, args.interval, list(prefills), list(decoders))
 
@@ -180,6 +190,18 @@ def new_record(
 def numbered(role: str, number: int) -> list[str]:
     """Names of instances."""
     return [f"{role}-{n}" for n in range(1, number + 1)]
+
+
+def _commit() -> str:
+    """The commit of this checkout; with a plus sign where files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=7", "--dirty=+"]
+    try:
+        described = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    return described.stdout.strip() or "unknown"
 
 
 def _ours() -> str:

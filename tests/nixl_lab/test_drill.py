@@ -314,7 +314,7 @@ def _await_serving(folder: Path, names: dict[str, str]) -> None:
         (OWN[1:], "--prefill is needed at least twice"),
         ([*OWN, "--decode=p1=http://h:5"], "p1 is named twice"),
         (OWN[:-1], "--start is needed with --prefill and --decode"),
-        ([*OWN, "--stock"], "--stock and --vllm are for servers that are started"),
+        ([*OWN, "--stock"], "--stock, --vllm, --router are for servers that"),
         (OWN[4:], "--kill, --start and --logs need --prefill and --decode"),
     ],
 )
