@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.fork import series
+from vllm_nixl_heartbeat.compatibility import TESTED_VLLM
 
 V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 WORKER = f"{V1}/nixl/pull_worker.py"
@@ -124,14 +125,14 @@ def test_what_a_fork_has_changed_in_an_older_version_is_not_lost(fork: Path) -> 
     refused(fork, "git revert")
 
 
-MISSING = "has no {}; the first vLLM that fits is 0.31.0"
+FITS = f"; the first vLLM that fits is {TESTED_VLLM[0]}"
 
 
 @pytest.mark.parametrize(
     ("path", "old", "new", "message"),
     [
-        (WORKER, "tp_rank", "", MISSING.format("tp_rank")),
-        (WORKER, "_engine_by_address", "", MISSING.format("_engine_by_address")),
+        (WORKER, "tp_rank", "", "has no tp_rank" + FITS),
+        (WORKER, "_engine_by_address", "", "has no _engine_by_address" + FITS),
         (WORKER, "shutdown", "shutdown _release_unreachable_remote_engines", "itself"),
         (FACTORY, '"NixlPullConnector"', '"Pull"', "git am"),
     ],
@@ -146,10 +147,10 @@ def test_a_fork_that_does_not_fit_is_refused(
 def test_other_trees_are_refused(fork: Path) -> None:
     git(fork, "mv", f"{V1}/nixl", f"{V1}/nixl_old")
     git(fork, "commit", "--quiet", "--message=a single file, as up to 0.19")
-    refused(fork, f"is not the package {V1}/nixl; the first vLLM that fits is 0.31.0")
+    refused(fork, f"is not the package {V1}/nixl" + FITS)
     git(fork, "rm", "--quiet", FACTORY)
     git(fork, "commit", "--quiet", "--message=another project, as vllm-ascend")
-    refused(fork, f"no tree of vLLM: it has no {FACTORY}; the first vLLM")
+    refused(fork, f"no tree of vLLM: it has no {FACTORY}" + FITS)
 
 
 def test_a_connector_of_the_forks_own_is_not_touched(fork: Path) -> None:
