@@ -67,11 +67,8 @@ def test_the_series_is_committed_with_its_subjects(fork: Path) -> None:
     assert git(fork, "status", "--porcelain") == "?? untracked"
     for path, text in series.states()[-1].items():
         assert (fork / path).read_text() == text == series.read(path)
-    registered = [
-        line for line in (fork / FACTORY).read_text().splitlines() if ".v1" in line
-    ]
-    ours = '    "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector",'
-    assert [line == ours for line in registered] == [True, True, True, False]
+    factory = (fork / FACTORY).read_text()
+    assert (factory.count('v1.nixl_connector"'), factory.count('v1.nixl"')) == (3, 1)
     assert log(fork, "%an <%ae>") == ["A Fork <fork@example.com>"] * len(SUBJECTS)
     assert not any("Signed-off-by" in line for line in log(fork, "%b"))
 
@@ -79,8 +76,8 @@ def test_the_series_is_committed_with_its_subjects(fork: Path) -> None:
 def test_author_and_signoff_are_gits(fork: Path) -> None:
     series.Fork(fork).apply("Somebody Else <else@example.com>", signoff=True)
     assert set(log(fork, "%an <%ae>")) == {"Somebody Else <else@example.com>"}
-    signed = [line for line in log(fork, "%b") if line.startswith("Signed-off-by")]
-    assert signed == ["Signed-off-by: A Fork <fork@example.com>"] * len(SUBJECTS)
+    signed = "Signed-off-by: A Fork <fork@example.com>"
+    assert log(fork, "%b").count(signed) == len(SUBJECTS)
 
 
 def test_the_patches_apply_without_the_tool(
