@@ -86,11 +86,11 @@ and keeps its rkeys. Nothing but the TTL of an hour releases those of one that d
 
 
 def read(path: str) -> str:
-    """Return what the fork gets at a path."""
+    """Return what the fork gets at a path; the page is the guide without pip."""
     if path == PAGE:
-        # The guide without what only the pip package has.
-        marked = r"<!-- pip-form -->.*?<!-- /pip-form -->\n*"
-        return re.sub(marked, "", (ROOT / _GUIDE).read_text(), flags=re.DOTALL)
+        marked = r"<!-- pip-form -->.*?<!-- /pip-form -->\n"
+        page = re.sub(marked, "", (ROOT / _GUIDE).read_text(), flags=re.DOTALL)
+        return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
     return (ROOT / path).read_text()
 
 
