@@ -86,11 +86,11 @@ and keeps its rkeys. Nothing but the TTL of an hour releases those of one that d
 
 
 def read(path: str) -> str:
-    """Return what the fork gets at a path."""
+    """Return what the fork gets at a path; the page is the guide without pip."""
     if path == PAGE:
-        # The guide without what only the pip package has.
-        marked = r"<!-- pip-form -->.*?<!-- /pip-form -->\n*"
-        return re.sub(marked, "", (ROOT / _GUIDE).read_text(), flags=re.DOTALL)
+        marked = r"<!-- pip-form -->.*?<!-- /pip-form -->\n"
+        page = re.sub(marked, "", (ROOT / _GUIDE).read_text(), flags=re.DOTALL)
+        return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
     return (ROOT / path).read_text()
 
 
@@ -169,9 +169,8 @@ class Fork:
 
     def git(self, *args: str) -> str:
         """Run git in the checkout and return what it prints."""
-        done = subprocess.run(
-            ["git", "-C", str(self._path), *args], capture_output=True, text=True
-        )
+        command = ["git", "-C", str(self._path), *args]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise Refused(f"git {args[0]}: {(done.stderr or done.stdout).strip()}")
         return done.stdout.strip("\n")
@@ -239,10 +238,10 @@ class Fork:
         if older and self.is_current():
             return f"it is there already, since commit {older[-1][:12]}"
         flags = ["--signoff"] if signoff else []
-        revert = [["revert", "--no-edit", *flags, *older]] if older else []
+        commands = [["revert", "--no-edit", *flags, *older]] if older else []
         with tempfile.TemporaryDirectory() as folder:
             paths = write_patches(author or self.identity(), Path(folder))
-            return self._add_commits(*revert, ["am", "--3way", *flags, *paths])
+            return self._add_commits(*commands, ["am", "--3way", *flags, *paths])
 
     def remove(self, signoff: bool = False) -> str:
         """Revert the commits of the series; return what was done.

@@ -6,9 +6,10 @@ Plain Python over an environment. What UCX reads from its configuration file is
 not seen here.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
+
+import regex as re
 
 # Has a file per channel where a container or host can map memory of other nodes.
 _IMEX_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
