@@ -89,8 +89,16 @@ def test_a_bound_of_the_guide_holds_and_is_tight(row: str):
 
 def test_the_readme_names_the_bounds_of_a_peer_in_use():
     tcp, rdma, _ = table_rows()["in use, or idle for up to 20 s"]
+    text = " ".join((GUIDE.parents[2] / "README.md").read_text().split())
     said = f"released within {tcp} s over TCP, and within about {rdma} s over RDMA"
-    assert said in (GUIDE.parents[2] / "README.md").read_text()
+    assert said in text
+
+
+def test_the_readme_names_the_bounds_of_an_idle_peer():
+    tcp, rdma, _ = table_rows()["idle for 5 minutes or longer"]
+    text = " ".join((GUIDE.parents[2] / "README.md").read_text().split())
+    assert "idle for minutes is released within about a minute" in text
+    assert 50 <= tcp < rdma <= 75
 
 
 @pytest.mark.parametrize("interval", [0.1, 0.5, 1.0, 2.0, 5.0, 20.0])

@@ -197,7 +197,8 @@ def logged(*paths: Path) -> set[str]:
                 and isinstance(node.func, ast.Attribute)
                 and isinstance(node.func.value, ast.Name)
                 and node.func.value.id == "logger"
-                and node.func.attr in ("info", "warning", "error", "exception")
+                and node.func.attr
+                in ("info", "warning", "warning_once", "error", "exception")
                 and isinstance(node.args[0], ast.Constant)
             ):
                 found.add(beginning(str(node.args[0].value)))
