@@ -135,6 +135,10 @@ class PeerWorkerMixin(_StockWorker):
             return
         with self._peers.lock:
             agents, _clock_offset = done.result()
+            if self._remote_agents.get(engine_id) is not agents:
+                # A step has evicted it since stock's callback. A peer without loaded
+                # state could never be released.
+                return
             self._peers.connected(engine_id, agents.values(), address)
             self._start_monitor()
 
