@@ -187,6 +187,15 @@ def test_a_handshake_that_fails_beside_its_writer_leaves_nothing_loaded(
     assert prefill.nixl.peers == {}
 
 
+def test_a_write_to_a_quarantined_decoder_counts_as_refused(prefill: PushInstance):
+    prefill.prefills["d"] = RuntimeError("nobody there")
+    prefill.push("first", "d")
+    prefill.push("second", "d")
+    assert prefill.attempts == ["d"]
+    prefill.step()
+    assert prefill.counted()["peer_requests_refused"] == 1
+
+
 def test_registrations_of_a_quarantined_decoder_fail_at_once(prefill: PushInstance):
     prefill.prefills["d"] = TimeoutError("no answer")
     for i in range(5):

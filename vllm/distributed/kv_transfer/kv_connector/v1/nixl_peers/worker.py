@@ -311,8 +311,8 @@ class PeerWorkerMixin(_StockWorker):
         if meta is None and req_id is not None:
             meta = self._recving_metadata.get(req_id)
         # The scheduler sends a failed request again, without blocks, to have its peer
-        # notified: that is no second request.
-        if meta is not None and reads_blocks(meta):
+        # notified: that is no second request. A request to write has no metadata here.
+        if meta is None or reads_blocks(meta):
             self._refuse(req_id, error)
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
