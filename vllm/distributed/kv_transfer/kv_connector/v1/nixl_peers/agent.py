@@ -145,10 +145,13 @@ class NixlAgentProxy:
         """Wait for another thread's call; return False if it has hung."""
         if self._is_stuck:
             return False
-        if not self._lock.acquire(timeout=_PATIENCE_S):
-            self._is_stuck = True
-            logger.error("A NIXL call has not returned for %s s", _PATIENCE_S)
-        return not self._is_stuck
+        # Not by `_is_stuck`: a third thread may set it in the moment in which this one
+        # gets the lock, which then nobody would give back.
+        if self._lock.acquire(timeout=_PATIENCE_S):
+            return True
+        self._is_stuck = True
+        logger.error("A NIXL call has not returned for %s s", _PATIENCE_S)
+        return False
 
     def _call_for(self, agent: str | None, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call NIXL for a peer, and have the error judged if it raises."""

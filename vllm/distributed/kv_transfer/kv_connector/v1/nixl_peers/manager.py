@@ -307,7 +307,8 @@ class PeerManager:
 
     def count_refused(self) -> None:
         """Count a request that failed at once."""
-        self._stats.count("peer_requests_refused")
+        with self.lock:  # push mode's writer counts as well
+            self._stats.count("peer_requests_refused")
 
     # -- Evidence: the agent's proxy tells -----------------------------------------
 

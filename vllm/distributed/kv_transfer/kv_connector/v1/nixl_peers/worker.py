@@ -135,6 +135,10 @@ class PeerWorkerMixin(_StockWorker):
             return
         with self._peers.lock:
             agents, _clock_offset = done.result()
+            if self._remote_agents.get(engine_id) is not agents:
+                # A step has evicted it since stock's callback. A peer without loaded
+                # state could never be released.
+                return
             self._peers.connected(engine_id, agents.values(), address)
             self._start_monitor()
 
@@ -190,7 +194,10 @@ class PeerWorkerMixin(_StockWorker):
             self._remote_agents[engine_id] = {
                 (0, rank): agent for rank, agent in enumerate(loaded)
             }
-            self._cleanup_remote_engine(engine_id, log_eviction=False)
+            # No transfer can be open yet. Not through our own clean-up: in push mode
+            # the writer may still count the engine as in use, having submitted the
+            # handshake, and the half-loaded peer would stay as a connected one.
+            super()._cleanup_remote_engine(engine_id, log_eviction=False)
 
     # -- Releases ------------------------------------------------------------------
 
@@ -305,8 +312,8 @@ class PeerWorkerMixin(_StockWorker):
         if meta is None and req_id is not None:
             meta = self._recving_metadata.get(req_id)
         # The scheduler sends a failed request again, without blocks, to have its peer
-        # notified: that is no second request.
-        if meta is not None and reads_blocks(meta):
+        # notified: that is no second request. A request to write has no metadata here.
+        if meta is None or reads_blocks(meta):
             self._refuse(req_id, error)
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
