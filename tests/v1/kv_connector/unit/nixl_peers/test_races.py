@@ -2,7 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Orders of events between threads that are hard to come by, made to happen."""
 
+from collections.abc import Callable
 from typing import Any
+
+from nixl._bindings import nixlRemoteDisconnectError
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.agent import (
     NixlAgentProxy,
@@ -13,6 +16,7 @@ from .decoder import HOST, Decoder
 from .fake_nixl import FakeNixl
 
 INTERVAL = 2.0
+GONE = nixlRemoteDisconnectError("gone")
 
 
 class GivenUpBeside:
@@ -75,3 +79,19 @@ def test_an_older_handshake_does_not_overwrite_the_record_of_a_newer_one(
     ours(future)
     (peer,) = decoder.worker.list_peers()["peers"]
     assert peer["address"] == f"{HOST}:7000"
+
+
+def test_a_suspect_found_unreachable_is_not_said_to_be_well_again(
+    decoder: Decoder, lines: Callable[[str], list[str]]
+):
+    decoder.connect("p")
+    decoder.request("stuck", "p")
+    decoder.step()
+    decoder.steps(62, every=1.0)
+    assert decoder.states() == {"p": "suspect"}
+    decoder.worker._peers.failed("p-agent", "send_notif", GONE)
+    decoder.step()
+    assert decoder.states() == {"p": "unreachable"}
+    assert decoder.counted()["suspect_peers"] == 0
+    decoder.steps(5)
+    assert lines("NIXL peer no longer suspect: p") == []

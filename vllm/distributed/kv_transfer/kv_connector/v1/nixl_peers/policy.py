@@ -273,6 +273,9 @@ class PeerTable:
             peer.last_error = evidence
         peer.release = Release(verdict, evidence, now, now - peer.last_proof_of_life)
         self.releases[engine_id] = peer
+        # It is no suspect any more, which is not to say that it is well again.
+        self.suspects.pop(engine_id, None)
+        peer.suspect_since = None
         return True
 
     def mark_alive(self, peer: Peer, now: float) -> tuple[bool, bool]:
