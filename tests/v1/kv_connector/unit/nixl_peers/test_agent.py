@@ -399,3 +399,10 @@ def test_an_error_that_is_not_nixls_is_not_hidden(setup: Setup):
     setup.nixl.raises["get_new_notifs"] = [MemoryError()]
     with pytest.raises(MemoryError):
         setup.proxy.get_new_notifs()
+
+
+def test_the_proxy_passes_for_the_agent(setup: Setup):
+    """Forks, and vLLM's own tests, look at the worker's agent and set things on it."""
+    assert isinstance(setup.proxy, FakeNixl)
+    setup.proxy.anything = "set"  # type: ignore[attr-defined]
+    assert setup.nixl.anything == setup.proxy.anything == "set"  # type: ignore[attr-defined]

@@ -229,8 +229,9 @@ class NixlPushConnectorWorker(NixlPeerStepMixin, StockNixlPushConnectorWorker):
             self._writing_to = None
 
     def _engines_in_use(self) -> set[str]:
+        writing_to = self._writing_to
         in_use = super()._engines_in_use()
-        return in_use if self._writing_to is None else in_use | {self._writing_to}
+        return in_use if writing_to is None else in_use | {writing_to}
 
     def _evict_stale_engines(self) -> None:
         """Evict as stock does; on the writer thread as well, hence under the lock."""

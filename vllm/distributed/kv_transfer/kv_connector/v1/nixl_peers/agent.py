@@ -92,7 +92,24 @@ class OpenTransfers:
 
 
 class NixlAgentProxy:
-    """A NIXL agent for several threads; what it does not define, the agent does."""
+    """A NIXL agent for several threads; what it does not define, the agent does.
+
+    It passes for the agent: forks and vLLM's own tests look at the worker's agent, and
+    set what they like on it.
+    """
+
+    __slots__ = (
+        "_agent",
+        "_agent_of_dlist",
+        "_clock",
+        "_is_stuck",
+        "_kept_notifs",
+        "_lock",
+        "_logged",
+        "_observer",
+        "_this_thread",
+        "_transfers",
+    )
 
     def __init__(
         self,
@@ -120,6 +137,16 @@ class NixlAgentProxy:
         self._kept_notifs: dict[str, list[bytes]] = {}
         self._logged: set[str] = set()
         self._this_thread = threading.local()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._agent)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in NixlAgentProxy.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._agent, name, value)
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._agent, name)

@@ -58,6 +58,8 @@ def says_nothing_about_peer(error: BaseException, host: str) -> bool:
         socket.getaddrinfo(_bare(host), None)
     except OSError:
         return True
+    except ValueError:
+        return False  # no name at all: that is the request's fault
     return False
 
 

@@ -227,7 +227,7 @@ class PeerManager:
             self.must_report_gauges = True
         if peer is None or (release := peer.release) is None:
             return
-        failed = release.verdict is not Verdict.REQUESTED
+        failed = release.verdict is Verdict.UNREACHABLE
         self._quarantine.released(engine_id, peer.address, now, failed=failed)
         self._stats.count("peers_released")
         self._stats.observe_release(now - release.found_at)
