@@ -85,6 +85,30 @@ class PushInstance(Decoder):
         notif = PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode(payload)
         self.nixl.notifs.setdefault(f"{engine_id}-agent", []).append(notif)
 
+    def expect(self, req_id: str, engine_id: str) -> None:
+        """As a decoder: register a request with a prefill, and wait for its blocks."""
+        self.prefills.setdefault(engine_id, [f"{engine_id}-agent"])
+        self.request(req_id, engine_id)
+        self.metadata.push_registrations = {
+            req_id: {
+                "request_id": req_id,
+                "remote_engine_id": engine_id,
+                "remote_host": HOST,
+                "remote_port": 6000,
+                "remote_tp_size": 1,
+            }
+        }
+        self.step()
+        self.write()
+        self.run_handshakes()
+        self.write()
+
+    def receive(self, req_id: str, engine_id: str) -> None:
+        """As a decoder: be notified that a request's blocks have been written."""
+        notifs = self.nixl.notifs.setdefault(f"{engine_id}-agent", [])
+        notifs.append(f"{req_id}:1".encode())
+        self.write()
+
     def push(self, req_id: str, engine_id: str) -> None:
         """As a prefill: write a request's blocks to a decoder, up to the post."""
         self.finish_request(req_id)
@@ -202,6 +226,7 @@ def test_registrations_of_a_quarantined_decoder_fail_at_once(prefill: PushInstan
         prefill.push(f"r{i}", "d")
     assert prefill.attempts == ["d"]
     assert prefill.nixl.called("make_prepped_xfer") == []
+    assert prefill.counted()["peer_requests_refused"] == 4
 
 
 def test_a_decoder_that_a_write_is_stuck_in_is_suspect(prefill: PushInstance):
@@ -255,24 +280,110 @@ def test_a_decoder_releases_the_notification_agents_of_a_dead_prefill(
 ):
     """The other side: this instance decodes, and registers with a prefill."""
     decoder = prefill
-    decoder.prefills["p"] = ["p-agent"]
-    decoder.metadata.push_registrations = {
-        "r": {
-            "remote_engine_id": "p",
-            "remote_host": HOST,
-            "remote_port": 6000,
-            "remote_tp_size": 1,
-        }
-    }
+    decoder.expect("r", "p")
+    decoder.receive("r", "p")
     decoder.step()
-    decoder.write()
-    decoder.run_handshakes()
-    decoder.write()
+    assert decoder.finished == ["r"]
     assert decoder.connected == {"p"}
     decoder.kill("p")
     decoder.idle(FIRST_HEARTBEAT + INTERVAL)
-    assert decoder.connected == set()
+    assert decoder.is_clean("p")
     assert decoder.nixl.peers == {}
+
+
+def test_blocks_of_a_prefill_that_has_died_since_are_used(prefill: PushInstance):
+    """It was released before the step that learns of its last write."""
+    decoder = prefill
+    decoder.expect("r", "p")
+    decoder.kill("p")
+    decoder.steps(FIRST_HEARTBEAT)
+    assert decoder.connected == set()
+    decoder.receive("r", "p")
+    decoder.step()
+    assert (decoder.finished, decoder.failed) == (["r"], [])
+    decoder.steps(1.1)
+    assert decoder.is_clean("p")
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [(ConnectionRefusedError(), ["r"]), (TimeoutError(), [])],
+    ids=["nobody listens", "no answer"],
+)
+def test_a_request_ends_once_its_lost_prefill_is_known_to_be_gone(
+    prefill: PushInstance, error: OSError, failed: list[str]
+):
+    """One that only does not answer may live, and write into the request's blocks."""
+    decoder = prefill
+    decoder.expect("r", "p")
+    decoder.kill("p")
+    decoder.prefills["p"] = error
+    decoder.steps(FIRST_HEARTBEAT)
+    assert (decoder.connected, decoder.failed) == (set(), [])
+    decoder.lease_heartbeat("p", "r")
+    decoder.step()
+    decoder.run_handshakes()
+    decoder.step()
+    assert (decoder.finished, decoder.failed) == ([], failed)
+    decoder.steps(1.1)
+    assert decoder.is_clean("p") == bool(failed)
+
+
+def test_a_request_waits_for_a_prefill_that_the_operator_has_released(
+    prefill: PushInstance,
+):
+    decoder = prefill
+    decoder.expect("r", "p")
+    assert decoder.worker.release_peers("p")["result"] == "released"
+    decoder.prefills["p"] = ConnectionRefusedError()
+    decoder.lease_heartbeat("p", "r")
+    decoder.step()
+    decoder.run_handshakes()
+    decoder.step()
+    assert decoder.failed == []
+    decoder.receive("r", "p")
+    decoder.step()
+    assert decoder.finished == ["r"]
+
+
+def test_a_request_whose_registration_cannot_be_sent_fails(prefill: PushInstance):
+    """Stock waits for ever for blocks that nobody knows of."""
+    decoder = prefill
+    decoder.expect("first", "p")
+    decoder.kill("p")
+    decoder.expect("late", "p")
+    decoder.step()
+    assert decoder.failed == ["late"]
+    decoder.expect("later", "p")
+    decoder.receive("later", "p")
+    decoder.step()
+    assert (decoder.finished, decoder.failed) == (["later"], ["late"])
+
+
+def test_an_idle_prefill_renews_leases_and_lets_nothing_pile_up(prefill: PushInstance):
+    prefill.serve("r", lease=10)
+    for _ in range(30):
+        prefill.nixl.notifs["d-agent"] = [b"HB:", b"HB:r", b"done:1"]
+        prefill.idle_round(INTERVAL)
+        prefill.write()
+    prefill.idle_round()
+    assert prefill.worker._pending_completion_notifs.qsize() == 30
+    assert prefill.worker.list_peers()["unread_requests"] == 1
+
+
+def test_a_failed_handshake_is_unloaded_while_the_writer_asks_for_another(
+    prefill: PushInstance, monkeypatch: pytest.MonkeyPatch
+):
+    prefill.prefills["d"] = ["d-agent", TimeoutError("rank 1 is gone")]
+    prefill.finish_request("first")
+    prefill.register("first", "d")
+    prefill.write()
+    monkeypatch.setattr(prefill.worker, "_evict_stale_engines", prefill.run_handshakes)
+    prefill.finish_request("second")
+    prefill.register("second", "d")
+    prefill.write()
+    assert prefill.attempts == ["d"]
+    assert prefill.is_clean("d")
 
 
 def test_zero_builds_the_stock_push_worker(

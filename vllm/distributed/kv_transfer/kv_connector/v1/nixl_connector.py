@@ -14,6 +14,7 @@ and evidence), ``quarantine``, ``manager`` (a peer's life), ``monitor``, ``worke
 (handshakes and releases), ``stats``, ``admin``, ``ucx``. Here it is put into a step.
 """
 
+import contextlib
 import queue
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlPushConnectorWorker as StockNixlPushConnectorWorker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
+from vllm.logger import init_logger
 
 from .nixl_peers.admin import PeerAdminMixin
+from .nixl_peers.agent import HEARTBEAT
+from .nixl_peers.handshake import PeerRefusedError
 from .nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     HEARTBEAT_INTERVAL_KEY,
@@ -52,6 +56,8 @@ if TYPE_CHECKING:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
 
 _PUSH_WRITER_JOIN_TIMEOUT_S = 2.0
 
@@ -179,6 +185,21 @@ class NixlPushConnectorWorker(NixlPeerStepMixin, StockNixlPushConnectorWorker):
     """
 
     _writing_to: str | None = None
+    _unsent = 0
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        engine_id: str,
+        kv_cache_config: "KVCacheConfig",
+    ):
+        """Build the worker; see :class:`NixlPeerStepMixin`."""
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        # Released prefills that requests still wait for, with whether NIXL had reported
+        # them as disconnected.
+        self._awaited: dict[str, bool] = {}
+
+    # -- As a prefill ------------------------------------------------------------
 
     def _do_start_push_kv(
         self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]
@@ -187,16 +208,23 @@ class NixlPushConnectorWorker(NixlPeerStepMixin, StockNixlPushConnectorWorker):
 
         The lease frees the blocks of a request that is refused, as of one that fails.
         """
-        if self._peers is not None:
-            engine_id = registration_data["decode_engine_id"]
-            with self._peers.lock:
-                refusal = self._peers.transfer_refusal(engine_id)
-                if refusal is not None:
-                    self._refuse(request_id, f"its peer {engine_id} is {refusal}")
-                    return
-                self._writing_to = engine_id
+        post = super()._do_start_push_kv
+        if self._peers is None:
+            post(request_id, local_block_ids, registration_data)
+            return
+        engine_id = registration_data["decode_engine_id"]
+        with self._peers.lock:
+            if (refusal := self._peers.transfer_refusal(engine_id)) is not None:
+                self._refuse(request_id, f"its peer {engine_id} is {refusal}")
+                return
+            if engine_id not in self._remote_agents:
+                # Starts or joins a handshake. Under the lock, since a failed one that
+                # is being unloaded must not be taken for a connection.
+                post(request_id, local_block_ids, registration_data)
+                return
+            self._writing_to = engine_id
         try:
-            super()._do_start_push_kv(request_id, local_block_ids, registration_data)
+            post(request_id, local_block_ids, registration_data)
         finally:
             self._writing_to = None
 
@@ -204,9 +232,142 @@ class NixlPushConnectorWorker(NixlPeerStepMixin, StockNixlPushConnectorWorker):
         in_use = super()._engines_in_use()
         return in_use if self._writing_to is None else in_use | {self._writing_to}
 
+    def _evict_stale_engines(self) -> None:
+        """Evict as stock does; on the writer thread as well, hence under the lock."""
+        with self._step_lock:
+            super()._evict_stale_engines()
+
+    # -- As a decoder ------------------------------------------------------------
+
+    def _do_send_reg_notif(self, req_id: str, reg_data: dict[str, Any]) -> None:
+        """Register with a prefill; fail the request if it cannot have got to know.
+
+        Stock would wait for ever for its blocks.
+        """
+        if self._peers is None:
+            super()._do_send_reg_notif(req_id, reg_data)
+            return
+        engine_id = reg_data["remote_engine_id"]
+        with self._peers.lock:
+            if (refusal := self._peers.transfer_refusal(engine_id)) is not None:
+                self._refuse(req_id, f"its peer {engine_id} is {refusal}")
+                self._failed_recv_reqs.put(req_id)
+                return
+            num_agents = len(self._remote_agents.get(engine_id, ()))
+            self._unsent = 0
+            super()._do_send_reg_notif(req_id, reg_data)
+            if 0 < num_agents == self._unsent:
+                self._failed_recv_reqs.put(req_id)
+
+    def _cleanup_remote_engine(
+        self, engine_id: str, *, log_eviction: bool = True
+    ) -> None:
+        """Forget a peer, but not the layout of a prefill that is waited for.
+
+        It may have written, and died since: stock ends the request by this layout.
+        """
+        topology = self.transfer_topo
+        if self._peers is None or self._is_shut_down or topology is None:
+            super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+            return
+        with self._peers.lock:
+            layout = None
+            if self._requests_from(engine_id):
+                with contextlib.suppress(KeyError):
+                    layout = topology.get_engine_info(engine_id)
+            is_lost = self._peers.transfer_refusal(engine_id) == "unreachable"
+            super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+            if layout is not None and engine_id not in self._remote_agents:
+                topology.register_remote_engine(engine_id, layout)
+                self._awaited[engine_id] = self._awaited.get(engine_id) or is_lost
+
+    def _nixl_handshake(
+        self,
+        host: str,
+        port: int,
+        remote_tp_size: int,
+        expected_engine_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Do a handshake; one that is refused ends the wait for a lost prefill.
+
+        The scheduler's lease heartbeats ask for it while requests wait. Nothing less
+        will do: a prefill that lives may still write into the requests' blocks, which
+        belong to other requests by then.
+        """
+        try:
+            return super()._nixl_handshake(
+                host, port, remote_tp_size, expected_engine_id, *args, **kwargs
+            )
+        except ConnectionRefusedError:
+            if self._peers is not None and self._awaited.get(expected_engine_id):
+                waiting = self._requests_from(expected_engine_id)
+                for req_id in waiting:
+                    self._failed_recv_reqs.put(req_id)
+                logger.warning(
+                    "NIXL peer is gone, failing the %d requests that it was to write: "
+                    "%s",
+                    len(waiting),
+                    expected_engine_id,
+                )
+            raise
+
+    def _requests_from(self, engine_id: str) -> list[str]:
+        """Return the requests whose blocks a prefill is to write."""
+        return [
+            req_id
+            for req_id, meta in list(self._recving_metadata.items())
+            if meta.remote is not None and meta.remote.engine_id == engine_id
+        ]
+
+    def _run_round(self, now: float) -> bool:
+        for engine_id in list(self._awaited):
+            if engine_id in self._remote_agents:
+                del self._awaited[engine_id]
+            elif engine_id not in self._handshake_futures and not self._requests_from(
+                engine_id
+            ):
+                del self._awaited[engine_id]
+                assert self.transfer_topo is not None
+                self.transfer_topo.unregister_remote_engine(engine_id)
+        return super()._run_round(now)
+
+    # -- Both --------------------------------------------------------------------
+
+    def _log_failure(
+        self,
+        failure_type: str,
+        req_id: str | None,
+        msg: str = "",
+        error: BaseException | None = None,
+        meta: "ReqMeta | None" = None,
+        **extra_context: Any,
+    ) -> None:
+        """Log a failure; note what only the writer thread's failures say."""
+        if failure_type == "push_reg_notif_failed":
+            self._unsent += 1
+        elif failure_type == "push_handshake_failed" and isinstance(
+            error, PeerRefusedError
+        ):
+            # The blocks of a request that a prefill has are not in its metadata.
+            self._refuse(req_id, error)
+            return
+        super()._log_failure(failure_type, req_id, msg, error, meta, **extra_context)
+
     def _drain_notifs(self) -> None:
-        """Have the writer thread fetch what has arrived; the queue is its own."""
+        """Have the writer thread fetch what has arrived, and renew leases.
+
+        Whatever else it has fetched waits for the next step.
+        """
         self._push_writer_wake.set()
+        for _ in range(self._pending_completion_notifs.qsize()):
+            notif = self._pending_completion_notifs.get_nowait()
+            if notif.startswith(HEARTBEAT):
+                payload = notif[len(HEARTBEAT) :]
+                self._handle_heartbeat(payload.decode("utf-8", "replace"))
+            else:
+                self._pending_completion_notifs.put(notif)
 
     def shutdown(self) -> None:
         """Stop the writer thread before the lock is taken that it may wait for."""
@@ -369,9 +530,15 @@ STOCK_WORKER_ATTRIBUTES = (
     "xfer_stats",
 )
 STOCK_PULL_WORKER_METHODS = (*STOCK_WORKER_METHODS, "_read_blocks_for_req")
-STOCK_PUSH_WORKER_METHODS = (*STOCK_WORKER_METHODS, "_do_start_push_kv")
+STOCK_PUSH_WORKER_METHODS = (
+    *STOCK_WORKER_METHODS,
+    "_do_send_reg_notif",
+    "_do_start_push_kv",
+    "_evict_stale_engines",
+)
 STOCK_PUSH_WORKER_ATTRIBUTES = (
     *STOCK_WORKER_ATTRIBUTES,
+    "_pending_completion_notifs",
     "_push_writer_stop",
     "_push_writer_thread",
     "_push_writer_wake",

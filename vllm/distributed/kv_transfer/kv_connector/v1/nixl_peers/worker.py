@@ -110,10 +110,14 @@ class PeerWorkerMixin(_StockWorker):
 
         """
         peers = self._peers
-        if peers is None or engine_id in self._remote_agents:
+        if peers is None:
             return super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
         address = address_of(host, port)
+        # Under the lock: what a failed handshake has loaded looks like a connection
+        # while it is unloaded.
         with peers.lock:
+            if engine_id in self._remote_agents:
+                return super()._ensure_handshake(engine_id, host, port, *args, **kwargs)
             running = engine_id in self._handshake_futures
             refusal = peers.handshake_refusal(engine_id, address, running=running)
             if refusal is not None:
