@@ -13,6 +13,7 @@ import aiohttp
 
 PREFILL_HEADER = "X-Prefill-Instance"
 DECODE_HEADER = "X-Decode-Instance"
+REQUEST_ID_HEADER = "X-Request-Id"
 _TIMEOUT = aiohttp.ClientTimeout(total=60)
 _ASK_FOR_REMOTE_DECODE = {
     "do_remote_decode": True,

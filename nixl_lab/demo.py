@@ -52,7 +52,9 @@ async def play(args: argparse.Namespace, output: Path) -> int:
     """Starts the deployment, plays the scenario and shows its outcome."""
     scenario = SCENARIOS[args.scenario]
     record = new_record(
-        args, numbered("prefill", scenario.prefills), numbered("decode", 1)
+        args,
+        numbered("prefill", scenario.prefills),
+        numbered("decode", scenario.decoders),
     )
 
     async def played() -> str:
@@ -62,6 +64,7 @@ async def play(args: argparse.Namespace, output: Path) -> int:
             output,
             env=scenario.env,
             tensor_parallel=scenario.tensor_parallel,
+            push=scenario.push,
         ) as lab:
             line = await scenario.play(lab)
         lab.steps.table()

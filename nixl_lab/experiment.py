@@ -70,6 +70,7 @@ class Experiment(Generic[I]):
         steps: What the person at the screen sees.
         stock: They run vLLM's own connector.
         router: URL of a router in front of them; the lab's own proxy if empty.
+        push: Prefills write, so they hold the decoders' state.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Experiment(Generic[I]):
         steps: Steps,
         stock: bool = False,
         router: str = "",
+        push: bool = False,
     ) -> None:
         self.prefills = list(prefills)
         self.decoders = list(decoders)
@@ -88,6 +90,8 @@ class Experiment(Generic[I]):
         self.stock = stock
         self.expected: dict[str, Tokens] = {}
         self.has_lists = False
+        self._holders = self.prefills if push else self.decoders
+        self._held = self.decoders if push else self.prefills
         self._router = router
         self._backends: dict[str, Backend] = {}
         self._engines: dict[str, str] = {}
@@ -117,8 +121,8 @@ class Experiment(Generic[I]):
             async with asyncio.TaskGroup() as group, new_session() as self.session:
                 self._group = group
                 self._background = [
-                    group.create_task(self._read_log(decoder))
-                    for decoder in self.decoders
+                    group.create_task(self._read_log(holder))
+                    for holder in self._holders
                 ]
                 await self._learn()
                 async with self._routed() as self.url:
@@ -214,19 +218,19 @@ class Experiment(Generic[I]):
     async def hit(
         self, kind: str, instance: I, strike: Callable[[], Awaitable[None]]
     ) -> Fault:
-        """Ends an instance in some way, and has every decoder's release watched."""
+        """Ends an instance in some way, and has its release by all others watched."""
         engine = self._engines.get(instance.name, "")
-        holders = self.decoders if engine else []
+        holders = self._holders if engine else []
         if self.has_lists:
-            holders = [d for d in holders if engine in await self.connected(d)]
+            holders = [h for h in holders if engine in await self.connected(h)]
         with self.steps.step(f"{kind} {instance.name}"):
             fault = Fault(kind, [instance.name], self.now(), engine)
-            fault.releases = dict.fromkeys(d.name for d in holders)
+            fault.releases = dict.fromkeys(h.name for h in holders)
             self.record.faults.append(fault)
             await strike()
             fault.over = self.now()
-        for decoder in holders:
-            self._watch(self._await_release(fault, decoder))
+        for holder in holders:
+            self._watch(self._await_release(fault, holder))
         return fault
 
     async def kill(self, instance: I) -> Fault:
@@ -234,9 +238,9 @@ class Experiment(Generic[I]):
         return await self.hit("kill", instance, instance.kill)
 
     async def watch_release(self, fault: Fault) -> None:
-        """Waits until every decoder has released a dead prefill, or should have."""
+        """Waits until all have released a dead instance, or should have."""
         limit = STOCK_WATCH_S if self.stock else self.record.release_limit
-        with self.steps.step("watch the decoders for the release"):
+        with self.steps.step("watch the others for the release"):
             await self._wait(
                 lambda: None not in fault.releases.values(),
                 fault.at + limit - self.now(),
@@ -260,9 +264,9 @@ class Experiment(Generic[I]):
         """Has the next fault of a prefill not taken for a death that shows."""
         del self._engines[instance.name]
 
-    async def connected(self, decoder: I) -> set[str]:
-        """The engines that a decoder is connected to, by its own list."""
-        return await connected_engines(self.session, decoder.url)
+    async def connected(self, instance: I) -> set[str]:
+        """The engines that an instance is connected to, by its own list."""
+        return await connected_engines(self.session, instance.url)
 
     async def engine_id(self, instance: I) -> str:
         """The engine id that others know an instance by."""
@@ -283,17 +287,17 @@ class Experiment(Generic[I]):
             self.expected = await reference_tokens(
                 self.session, first.url, make_prompts(_PROMPTS)
             )
-        for prefill in self.prefills:
-            self._engines[prefill.name] = await self.engine_id(prefill)
+        for instance in self._held:
+            self._engines[instance.name] = await self.engine_id(instance)
         try:
-            for decoder in self.decoders:
-                await self.connected(decoder)
+            for holder in self._holders:
+                await self.connected(holder)
             self.has_lists = True
         except aiohttp.ClientResponseError as error:
             if error.status != 404:
                 raise
-            if not decoder.has_log:
-                raise ExperimentError(_NO_LIST.format(name=decoder.name)) from error
+            if not holder.has_log:
+                raise ExperimentError(_NO_LIST.format(name=holder.name)) from error
 
     @contextlib.asynccontextmanager
     async def _routed(self) -> AsyncIterator[str]:
@@ -322,33 +326,33 @@ class Experiment(Generic[I]):
         )
         return answer
 
-    async def _await_release(self, fault: Fault, decoder: I) -> None:
+    async def _await_release(self, fault: Fault, holder: I) -> None:
         while True:
-            if self._is_out(decoder.name):
+            if self._is_out(holder.name):
                 # It took all its state along.
-                fault.releases.pop(decoder.name, None)
+                fault.releases.pop(holder.name, None)
                 return
-            at = self._released.get((decoder.name, fault.engine))
+            at = self._released.get((holder.name, fault.engine))
             if self.has_lists:
                 # A busy engine answers late, and then says how it is by then.
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    gone = fault.engine not in await self.connected(decoder)
+                    gone = fault.engine not in await self.connected(holder)
                     at = self.now() if gone else None
             if at is not None:
-                fault.releases[decoder.name] = at - fault.at
+                fault.releases[holder.name] = at - fault.at
                 return
             await asyncio.sleep(_POLL_S)
 
-    async def _read_log(self, decoder: I) -> None:
+    async def _read_log(self, holder: I) -> None:
         """Finds errors and, for connectors without a list of peers, releases."""
-        async for line in decoder.lines():
+        async for line in holder.lines():
             if match := _RELEASED.search(line):
                 engine = next(filter(None, match.groups()))
-                self._released[decoder.name, engine] = self.now()
+                self._released[holder.name, engine] = self.now()
             match = _ERROR.match(line)
             if match and not _EXPECTED_ERROR.match(match[1]):
                 kind = _VARYING.sub("#", match[1].split(" | ")[0])[:120]
-                self.record.log_errors.append(f"{decoder.name}: {kind}")
+                self.record.log_errors.append(f"{holder.name}: {kind}")
 
     async def _watch_exits(self) -> None:
         """Notices an instance that is gone though nobody killed it."""

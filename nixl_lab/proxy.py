@@ -9,6 +9,7 @@ Decode instances take turns for each prefill instance, so that every pair is use
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from aiohttp import web
 from nixl_lab.client import (
     DECODE_HEADER,
     PREFILL_HEADER,
+    REQUEST_ID_HEADER,
     kv_params_of,
     prefill_body,
 )
@@ -131,9 +133,15 @@ class Proxy:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         named: dict[str, str] = {}
+        request_id = request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
         try:
             first = await self._send(
-                request, self.prefills, PREFILL_HEADER, prefill_body(body), named
+                request,
+                self.prefills,
+                PREFILL_HEADER,
+                prefill_body(body),
+                named,
+                request_id,
             )
             async with first:
                 if first.status != 200:
@@ -145,6 +153,7 @@ class Proxy:
                 DECODE_HEADER,
                 {**body, "kv_transfer_params": params},
                 named,
+                request_id,
             )
             async with second:
                 return await _pass_on(request, second, named)
@@ -160,13 +169,19 @@ class Proxy:
         header: str,
         body: dict[str, Any],
         named: dict[str, str],
+        request_id: str,
     ) -> aiohttp.ClientResponse:
-        """Posts `body` to the first instance of `pool` that takes it."""
+        """Posts `body` to the first instance of `pool` that takes it.
+
+        In push mode a prefill finds a decoder's blocks by the request's id.
+        """
         for backend in pool.candidates(request.headers.get(header)):
             named[header] = backend.name
             try:
                 return await request.app[_SESSION].post(
-                    f"{backend.url}/v1/completions", json=body
+                    f"{backend.url}/v1/completions",
+                    json=body,
+                    headers={REQUEST_ID_HEADER: request_id},
                 )
             except aiohttp.ClientConnectionError as error:
                 backend.up = False

@@ -20,7 +20,7 @@ GRACE_S = 1.0
 
 
 def release_limit(interval: float) -> float:
-    """Seconds that a decoder may take to release a dead prefill.
+    """Seconds that an instance may take to release a dead peer.
 
     The first heartbeat after a kill may still be taken without an error.
     """
@@ -35,12 +35,12 @@ class Fault:
         kind: What was done: "kill", "reset" and so on.
         instances: Who it was done to.
         at: When it was asked for.
-        engine: Id of the prefill's engine that it ended; empty if it ended none.
+        engine: Id of the engine that it ended and that others hold; may be empty.
         over: When it could no longer fail a new request: the instance was seen gone,
             and routers leave it out, or it was as before. None while it lasts.
         ready: When the instance served again, or its replacement did.
-        releases: Seconds until each decoder had released the engine; None for one that
-            had not when the experiment ended.
+        releases: Seconds until each instance that held the engine had released it;
+            None for one that had not when the experiment ended.
     """
 
     kind: str

@@ -40,16 +40,20 @@ class Scenario:
     Attributes:
         play: Runs it.
         prefills: Number of prefill instances.
+        decoders: Number of decode instances.
         env: Environment variables for the servers.
         tensor_parallel: Ranks of a prefill and of a decoder.
-        releases: A prefill dies, and is to be released in time.
+        push: Prefills write the blocks, instead of decoders that read them.
+        releases: An instance dies, and is to be released in time.
         skip_reason: Says why this machine cannot run it; None if it can.
     """
 
     play: Callable[[Lab], Awaitable[str]]
     prefills: int = 1
+    decoders: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
     tensor_parallel: tuple[int, int] = (1, 1)
+    push: bool = False
     releases: bool = False
     skip_reason: Callable[[], str | None] = lambda: None
 
@@ -312,6 +316,24 @@ def judge_dead_route(
     return line
 
 
+async def push(lab: Lab) -> str:
+    """The prefill writes: a decoder is killed, released and replaced under traffic."""
+    (prefill,), (survivor, target) = lab.prefills, lab.decoders
+    pairs = [(prefill.name, d.name) for d in lab.decoders]
+    async with lab.traffic(clients=2):
+        if not await lab.await_answers(pairs):
+            failed = dict(lab.record.causes()) or "none"
+            raise ExperimentError(f"not every pair answered; failed so far: {failed}")
+        fault = await lab.kill(target)
+        await lab.watch_release(fault)
+        if not await lab.await_answers(pairs[:1]):
+            raise ExperimentError(f"{survivor.name} does not serve any more")
+        await lab.replace(target, fault)
+        if not await lab.await_answers(pairs):
+            raise ExperimentError(f"the new {target.name} does not serve")
+    return release_line(fault)
+
+
 async def kill_and_replace(lab: Lab, prefill: VllmServer) -> str:
     """Kills a prefill, watches its release and has its replacement serve."""
     fault = await lab.kill(prefill)
@@ -340,5 +362,6 @@ SCENARIOS = {
     "tp-2-2": Scenario(one_rank_killed, tensor_parallel=(2, 2), releases=True),
     "tp-2-1": Scenario(one_rank_killed, tensor_parallel=(2, 1), releases=True),
     "tp-1-2": Scenario(one_rank_killed, tensor_parallel=(1, 2), releases=True),
+    "push": Scenario(push, decoders=2, push=True, releases=True),
     "dark-replace": Scenario(dark_replace, tensor_parallel=(2, 1)),
 }

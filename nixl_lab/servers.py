@@ -86,6 +86,7 @@ class ServerOptions:
             is installed.
         env: Further environment variables.
         start_timeout: Seconds that a server may take until it is healthy.
+        connector: Name of the connector.
     """
 
     model: Path
@@ -95,6 +96,7 @@ class ServerOptions:
     vllm: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     start_timeout: float = 600.0
+    connector: str = "NixlConnector"
 
 
 class VllmServer:
@@ -282,7 +284,7 @@ class VllmServer:
         if self.options.interval is not None and not self.options.stock:
             extra["peer_heartbeat_interval"] = self.options.interval
         return {
-            "kv_connector": "NixlConnector",
+            "kv_connector": self.options.connector,
             "kv_role": _KV_ROLES[self.role],
             "kv_buffer_device": "cpu",
             # A lost block fails its request: recomputing would hide the loss.

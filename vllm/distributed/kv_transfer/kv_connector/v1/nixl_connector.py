@@ -318,7 +318,9 @@ class NixlPushConnectorWorker(NixlPeerStepMixin, StockNixlPushConnectorWorker):
         return [
             req_id
             for req_id, meta in list(self._recving_metadata.items())
-            if meta.remote is not None and meta.remote.engine_id == engine_id
+            if meta.remote is not None
+            and meta.remote.engine_id == engine_id
+            and reads_blocks(meta)
         ]
 
     def _run_round(self, now: float) -> bool:
