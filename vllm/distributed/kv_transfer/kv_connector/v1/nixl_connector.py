@@ -40,7 +40,7 @@ from vllm.logger import init_logger
 
 from .nixl_peers.admin import PeerAdminMixin
 from .nixl_peers.agent import HEARTBEAT
-from .nixl_peers.handshake import PeerRefusedError
+from .nixl_peers.handshake import PeerRefusedError, address_of
 from .nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     HEARTBEAT_INTERVAL_KEY,
@@ -306,10 +306,14 @@ class NixlPushConnectorWorker(NixlPeerStepMixin, StockNixlPushConnectorWorker):
                 for req_id in waiting:
                     self._failed_recv_reqs.put(req_id)
                 logger.warning(
-                    "NIXL peer is gone, failing the %d requests that it was to write: "
-                    "%s",
-                    len(waiting),
+                    "NIXL peer gone, requests that wait for it fail: %s | Context: %s",
                     expected_engine_id,
+                    {
+                        "engine_id": self.engine_id,
+                        "remote_engine_id": expected_engine_id,
+                        "remote_address": address_of(host, port),
+                        "requests": len(waiting),
+                    },
                 )
             raise
 
