@@ -240,7 +240,8 @@ class Experiment(Generic[I]):
     async def watch_release(self, fault: Fault) -> None:
         """Waits until all have released a dead instance, or should have."""
         limit = STOCK_WATCH_S if self.stock else self.record.release_limit
-        with self.steps.step("watch the others for the release"):
+        who = "prefills" if self._holders is self.prefills else "decoders"
+        with self.steps.step(f"watch the {who} for the release"):
             await self._wait(
                 lambda: None not in fault.releases.values(),
                 fault.at + limit - self.now(),
