@@ -21,6 +21,7 @@ from nixl_lab.scenarios import SCENARIOS
     [
         ("idle", r"released in \d+\.\d s"),
         ("flap", r"answered again in .*"),
+        ("push", r"released in \d+\.\d s"),
         ("own-id", "served 6 of 6 afterwards"),
         ("dark-replace", r"served (\d+) of \1 in the replacement's first 75 s"),
     ],
