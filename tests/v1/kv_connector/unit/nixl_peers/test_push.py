@@ -197,20 +197,6 @@ def test_writes_to_a_decoder_that_is_to_be_released_are_refused(prefill: PushIns
     assert prefill.counted()["peer_requests_refused"] == 1
 
 
-def test_a_handshake_that_fails_beside_its_writer_leaves_nothing_loaded(
-    prefill: PushInstance,
-):
-    """The writer's claim must not keep the half-loaded decoder as a connected one."""
-    prefill.prefills["d"] = ["d-agent", RuntimeError("it died")]
-    prefill.finish_request("r")
-    prefill.register("r", "d")
-    prefill.write()
-    prefill.worker._writing_to = "d"  # it has not returned from submitting
-    prefill.run_handshakes()
-    assert prefill.connected == set() and prefill.is_clean("d")
-    assert prefill.nixl.peers == {}
-
-
 def test_a_write_to_a_quarantined_decoder_counts_as_refused(prefill: PushInstance):
     prefill.prefills["d"] = RuntimeError("nobody there")
     prefill.push("first", "d")

@@ -198,10 +198,7 @@ class PeerWorkerMixin(_StockWorker):
             self._remote_agents[engine_id] = {
                 (0, rank): agent for rank, agent in enumerate(loaded)
             }
-            # No transfer can be open yet. Not through our own clean-up: in push mode
-            # the writer may still count the engine as in use, having submitted the
-            # handshake, and the half-loaded peer would stay as a connected one.
-            super()._cleanup_remote_engine(engine_id, log_eviction=False)
+            self._cleanup_remote_engine(engine_id, log_eviction=False)
 
     # -- Releases ------------------------------------------------------------------
 
