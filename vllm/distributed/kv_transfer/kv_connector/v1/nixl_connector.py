@@ -16,6 +16,7 @@ and evidence), ``quarantine``, ``manager`` (a peer's life), ``monitor``, ``worke
 
 import contextlib
 import queue
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -40,7 +41,8 @@ from vllm.logger import init_logger
 
 from .nixl_peers.admin import PeerAdminMixin
 from .nixl_peers.agent import HEARTBEAT
-from .nixl_peers.handshake import PeerRefusedError, address_of
+from .nixl_peers.handshake import address_of
+from .nixl_peers.manager import PeerManager
 from .nixl_peers.policy import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     HEARTBEAT_INTERVAL_KEY,
@@ -267,20 +269,29 @@ class NixlPushConnectorWorker(NixlPeerStepMixin, StockNixlPushConnectorWorker):
 
         It may have written, and died since: stock ends the request by this layout.
         """
-        topology = self.transfer_topo
-        if self._peers is None or self._is_shut_down or topology is None:
+        if self._peers is None or self._is_shut_down:
             super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
             return
         with self._peers.lock:
-            layout = None
-            if self._requests_from(engine_id):
-                with contextlib.suppress(KeyError):
-                    layout = topology.get_engine_info(engine_id)
             is_lost = self._peers.transfer_refusal(engine_id) == "unreachable"
-            super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
-            if layout is not None and engine_id not in self._remote_agents:
-                topology.register_remote_engine(engine_id, layout)
-                self._awaited[engine_id] = self._awaited.get(engine_id) or is_lost
+            with self._keeping_layout(engine_id, is_lost):
+                super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+
+    def _unload(self, peers: PeerManager, engine_id: str, loaded: list[str]) -> None:
+        with peers.lock, self._keeping_layout(engine_id):
+            super()._unload(peers, engine_id, loaded)
+
+    @contextlib.contextmanager
+    def _keeping_layout(self, engine_id: str, is_lost: bool = False) -> Iterator[None]:
+        topology, layout = self.transfer_topo, None
+        if topology is not None and self._requests_from(engine_id):
+            with contextlib.suppress(KeyError):
+                layout = topology.get_engine_info(engine_id)
+        yield
+        if layout is not None and engine_id not in self._remote_agents:
+            assert topology is not None
+            topology.register_remote_engine(engine_id, layout)
+            self._awaited[engine_id] = self._awaited.get(engine_id) or is_lost
 
     def _nixl_handshake(
         self,
@@ -351,144 +362,9 @@ class NixlPushConnectorWorker(NixlPeerStepMixin, StockNixlPushConnectorWorker):
         meta: "ReqMeta | None" = None,
         **extra_context: Any,
     ) -> None:
-        """Log a failure; note what only the writer thread's failures say."""
+        """Log a failure, and count the registrations that could not be sent."""
         if failure_type == "push_reg_notif_failed":
             self._unsent += 1
-        elif failure_type == "push_handshake_failed" and isinstance(
-            error, PeerRefusedError
-        ):
-            # The blocks of a request that a prefill has are not in its metadata.
-            self._refuse(req_id, error)
-            return
-        super()._log_failure(failure_type, req_id, msg, error, meta, **extra_context)
-
-    def _evict_stale_engines(self) -> None:
-        """Evict as stock does; on the writer thread as well, hence under the lock."""
-        with self._step_lock:
-            super()._evict_stale_engines()
-
-    # -- As a decoder ------------------------------------------------------------
-
-    def _do_send_reg_notif(self, req_id: str, reg_data: dict[str, Any]) -> None:
-        """Register with a prefill; fail the request if it cannot have got to know.
-
-        Stock would wait for ever for its blocks.
-        """
-        if self._peers is None:
-            super()._do_send_reg_notif(req_id, reg_data)
-            return
-        engine_id = reg_data["remote_engine_id"]
-        with self._peers.lock:
-            if (refusal := self._peers.transfer_refusal(engine_id)) is not None:
-                self._refuse(req_id, f"its peer {engine_id} is {refusal}")
-                self._failed_recv_reqs.put(req_id)
-                return
-            num_agents = len(self._remote_agents.get(engine_id, ()))
-            self._unsent = 0
-            super()._do_send_reg_notif(req_id, reg_data)
-            if 0 < num_agents == self._unsent:
-                self._failed_recv_reqs.put(req_id)
-
-    def _cleanup_remote_engine(
-        self, engine_id: str, *, log_eviction: bool = True
-    ) -> None:
-        """Forget a peer, but not the layout of a prefill that is waited for.
-
-        It may have written, and died since: stock ends the request by this layout.
-        """
-        topology = self.transfer_topo
-        if self._peers is None or self._is_shut_down or topology is None:
-            super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
-            return
-        with self._peers.lock:
-            layout = None
-            if self._requests_from(engine_id):
-                with contextlib.suppress(KeyError):
-                    layout = topology.get_engine_info(engine_id)
-            is_lost = self._peers.transfer_refusal(engine_id) == "unreachable"
-            super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
-            if layout is not None and engine_id not in self._remote_agents:
-                topology.register_remote_engine(engine_id, layout)
-                self._awaited[engine_id] = self._awaited.get(engine_id) or is_lost
-
-    def _nixl_handshake(
-        self,
-        host: str,
-        port: int,
-        remote_tp_size: int,
-        expected_engine_id: str,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Do a handshake; one that is refused ends the wait for a lost prefill.
-
-        The scheduler's lease heartbeats ask for it while requests wait. Nothing less
-        will do: a prefill that lives may still write into the requests' blocks, which
-        belong to other requests by then.
-        """
-        try:
-            return super()._nixl_handshake(
-                host, port, remote_tp_size, expected_engine_id, *args, **kwargs
-            )
-        except ConnectionRefusedError:
-            if self._peers is not None and self._awaited.get(expected_engine_id):
-                waiting = self._requests_from(expected_engine_id)
-                for req_id in waiting:
-                    self._failed_recv_reqs.put(req_id)
-                logger.warning(
-                    "NIXL peer gone, requests that wait for it fail: %s | Context: %s",
-                    expected_engine_id,
-                    {
-                        "engine_id": self.engine_id,
-                        "remote_engine_id": expected_engine_id,
-                        "remote_address": address_of(host, port),
-                        "requests": len(waiting),
-                    },
-                )
-            raise
-
-    def _requests_from(self, engine_id: str) -> list[str]:
-        """Return the requests whose blocks a prefill is to write."""
-        return [
-            req_id
-            for req_id, meta in list(self._recving_metadata.items())
-            if meta.remote is not None
-            and meta.remote.engine_id == engine_id
-            and reads_blocks(meta)
-        ]
-
-    def _run_round(self, now: float) -> bool:
-        for engine_id in list(self._awaited):
-            if engine_id in self._remote_agents:
-                del self._awaited[engine_id]
-            elif engine_id not in self._handshake_futures and not self._requests_from(
-                engine_id
-            ):
-                del self._awaited[engine_id]
-                assert self.transfer_topo is not None
-                self.transfer_topo.unregister_remote_engine(engine_id)
-        return super()._run_round(now)
-
-    # -- Both --------------------------------------------------------------------
-
-    def _log_failure(
-        self,
-        failure_type: str,
-        req_id: str | None,
-        msg: str = "",
-        error: BaseException | None = None,
-        meta: "ReqMeta | None" = None,
-        **extra_context: Any,
-    ) -> None:
-        """Log a failure; note what only the writer thread's failures say."""
-        if failure_type == "push_reg_notif_failed":
-            self._unsent += 1
-        elif failure_type == "push_handshake_failed" and isinstance(
-            error, PeerRefusedError
-        ):
-            # The blocks of a request that a prefill has are not in its metadata.
-            self._refuse(req_id, error)
-            return
         super()._log_failure(failure_type, req_id, msg, error, meta, **extra_context)
 
     def _drain_notifs(self) -> None:
