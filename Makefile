@@ -17,8 +17,9 @@ PY := .venv/bin/python
 LINT := .venv-lint
 COMMA := ,
 INSTALL := $(PYTHON) tools/install.py
-# The newest release of the one list.
-NEWEST := $(shell sed -n 's/^TESTED_VLLM = .*"\(.*\)".*/\1/p' vllm_nixl_heartbeat/compatibility.py)
+# From the one list of releases.
+RELEASES := $(shell sed -n 's/^TESTED_VLLM = (\(.*\))/\1/p' vllm_nixl_heartbeat/compatibility.py | tr -d '",')
+NEWEST := $(lastword $(RELEASES))
 # In .venv itself.
 INSTALLED := 0.32.0
 UNIT := tests/v1/kv_connector/unit
@@ -130,12 +131,12 @@ fork-patches: ## Write the same as patches for `git am` into dist/
 
 .PHONY: fork-check
 fork-check: install ## vLLM's own hooks and our unit tests on forks of three releases
-	@$(INSTALL) --vllm 0.31.0 --vllm 0.32.0 --vllm 0.33.0
+	@$(INSTALL) $(addprefix --vllm ,$(RELEASES))
 	@$(PY) -m tools.fork.check
 
 .PHONY: upstream
 upstream: install ## The same, and vLLM's own NIXL suites, stock and ours
-	@$(INSTALL) --vllm 0.31.0 --vllm 0.32.0 --vllm 0.33.0
+	@$(INSTALL) $(addprefix --vllm ,$(RELEASES))
 	@$(PY) -m tools.fork.check --suites
 
 .PHONY: lock

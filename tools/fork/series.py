@@ -79,7 +79,7 @@ and keeps its rkeys. Nothing but the TTL of an hour releases those of one that d
     ),
     Part(
         "Document how NIXL peers are released",
-        "Options, bounds, metrics, log lines, and listing and releasing by hand.\n",
+        "Options, bounds, metrics, log lines, and listing and releasing manually.\n",
         (PAGE,),
     ),
 )
