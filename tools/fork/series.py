@@ -95,16 +95,42 @@ def read(path: str) -> str:
 
 
 def without_push(source: str) -> str:
-    """Return a module without the top-level statements that are named for push mode."""
+    """Return a module without the top-level statements that only push mode needs.
+
+    Those named for it, and imports of nothing but what is not used without them.
+    """
+    body = ast.parse(source).body
+    kept = [node for node in body if not _is_named_for_push(node)]
+    used = {
+        name
+        for node in kept
+        for child in ast.walk(node)
+        # Annotations in quotes name types, too.
+        for name in re.findall(
+            r"\w+", str(getattr(child, "id", getattr(child, "value", "")))
+        )
+    }
     lines = source.splitlines(keepends=True)
-    for node in reversed(ast.parse(source).body):
-        named = "push" in ast.unparse(node).partition("\n")[0].lower()
-        if named and not isinstance(node, ast.Expr):
-            first = node.lineno - 1
-            while not lines[first - 1].strip():
-                first -= 1
-            del lines[first : node.end_lineno]
+    for node in reversed(body):
+        if node in kept and not _imports_nothing_of(node, used):
+            continue
+        first = node.lineno - 1
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        while not is_import and not lines[first - 1].strip():
+            first -= 1
+        del lines[first : node.end_lineno]
     return "".join(lines)
+
+
+def _is_named_for_push(node: ast.stmt) -> bool:
+    named = "push" in ast.unparse(node).partition("\n")[0].lower()
+    return named and not isinstance(node, ast.Expr)
+
+
+def _imports_nothing_of(node: ast.stmt, used: set[str]) -> bool:
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return False
+    return used.isdisjoint(alias.asname or alias.name for alias in node.names)
 
 
 def states() -> list[dict[str, str]]:

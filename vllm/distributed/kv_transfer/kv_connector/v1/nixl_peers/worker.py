@@ -138,6 +138,7 @@ class PeerWorkerMixin(_StockWorker):
         if self._peers is None or done.cancelled() or done.exception() is not None:
             return
         with self._peers.lock:
+            agents: dict[tuple[int, int], str]
             agents, _clock_offset = done.result()
             if self._remote_agents.get(engine_id) is not agents:
                 # A step has evicted it since stock's callback. A peer without loaded
