@@ -26,7 +26,7 @@ INTERVAL = 0.5
 RELEASE_S = 2 * INTERVAL + 1
 # For a machine whose few cores are busy.
 SLACK_S = 3.0
-CYCLES = 6
+CYCLES = 5
 STRESS_S = 15.0
 WRITER = "nixl-push-writer"
 
@@ -251,9 +251,10 @@ class Stress:
         for future in [f for f in self._starting if f.done()]:
             self._starting.remove(future)
             self.decoders.append(future.result())
-        seen = len(self._prefill.finished_sending)
         self._prefill.step()
-        for req_id in self._prefill.finished_sending[seen:]:
+        # A check takes steps as well, so more may have finished by then.
+        sent = self._prefill.finished_sending
+        for req_id in [r for r in self._open if r in sent]:
             decoder, blocks = self._open.pop(req_id)
             if decoder.child.alive:
                 self._prefill.check(decoder, req_id, blocks)
