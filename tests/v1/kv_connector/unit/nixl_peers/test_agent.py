@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -103,14 +104,18 @@ def in_thread(call: Callable[[], Any]) -> threading.Thread:
 # -- One thread at a time ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["get_agent_metadata", "get_new_notifs"])
-def test_a_call_waits_for_the_one_of_another_thread(setup: Setup, call: str):
+@pytest.mark.parametrize(
+    ("call", "args"), [("deregister_memory", ("descs",)), ("get_new_notifs", ())]
+)
+def test_a_call_waits_for_the_one_of_another_thread(
+    setup: Setup, call: str, args: tuple[str, ...]
+):
     """Whether the proxy defines it or hands it on."""
     gate = Gate(setup.nixl, call)
     order: list[str] = []
 
     def first() -> None:
-        getattr(setup.proxy, call)()
+        getattr(setup.proxy, call)(*args)
         order.append("first")
 
     def second() -> None:
@@ -190,8 +195,8 @@ def test_behind_a_hung_call_only_the_first_one_waits(
     with monkeypatch.context() as patch:
         patch.setattr(agent.threading, "Lock", CountingLock)
         setup = Setup()
-    gate = Gate(setup.nixl, "get_agent_metadata")
-    hung = in_thread(setup.proxy.get_agent_metadata)
+    gate = Gate(setup.nixl, "deregister_memory")
+    hung = in_thread(lambda: setup.proxy.deregister_memory("descs"))
     assert gate.inside.wait(LONG)
     setup.load("p")
     setup.proxy.send_heartbeat("p")
@@ -406,3 +411,7 @@ def test_the_proxy_passes_for_the_agent(setup: Setup):
     assert isinstance(setup.proxy, FakeNixl)
     setup.proxy.anything = "set"  # type: ignore[attr-defined]
     assert setup.nixl.anything == setup.proxy.anything == "set"  # type: ignore[attr-defined]
+    with mock.patch.object(setup.proxy, "send_notif") as send:
+        setup.proxy.send_notif("p", notif_msg=b"?")
+    send.assert_called_once()
+    assert setup.nixl.send_notif.__func__ is FakeNixl.send_notif

@@ -22,9 +22,9 @@ logger = init_logger(__name__)
 # An empty lease heartbeat: renews nothing, and every prefill understands it. Any
 # other payload would raise in the step of one that does not run this connector.
 HEARTBEAT = b"HB:"
-# Build values only, most of it Python: a step must not wait for the descriptors of a
-# peer with millions of blocks.
-_UNSHARED = frozenset({"get_reg_descs", "get_xfer_descs"})
+# These touch no peer's state. Descriptors are built in Python mostly, and a step must
+# not wait for those of a peer with millions of blocks.
+_UNSHARED = frozenset({"get_agent_metadata", "get_reg_descs", "get_xfer_descs"})
 # A NIXL call that hangs keeps the others out for so long, not for ever. Then they go
 # in beside it, as they do in a worker without this proxy.
 _PATIENCE_S = 1.0
@@ -147,6 +147,9 @@ class NixlAgentProxy:
             object.__setattr__(self, name, value)
         else:
             setattr(self._agent, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._agent, name)
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._agent, name)
