@@ -91,6 +91,22 @@ class OpenTransfers:
             yield transfer.agent, transfer.posted_at
 
 
+class _OneAtATime:
+    """A method of the agent that is called alone; for the rest it is the method."""
+
+    __slots__ = ("_call", "_method")
+
+    def __init__(self, call: Callable[..., Any], method: Any):
+        self._call = call
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._method, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)
+
+
 class NixlAgentProxy:
     """A NIXL agent for several threads; what it does not define, the agent does.
 
@@ -155,11 +171,7 @@ class NixlAgentProxy:
         attribute = getattr(self._agent, name)
         if name in _UNSHARED or not callable(attribute):
             return attribute
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._call(attribute, *args, **kwargs)
-
-        return call
+        return _OneAtATime(self._call, attribute)
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call NIXL, alone inside it."""
