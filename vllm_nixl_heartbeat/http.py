@@ -12,7 +12,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Body, FastAPI, HTTPException, Request
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from .nixl_peers.admin import NixlPeerWorkerExtension
 
@@ -33,14 +33,6 @@ class PeerName(BaseModel):
     engine_id: str | None = None
     address: str | None = None
     """Host and port of the side channel, as the decoder knows it: "host:port"."""
-
-    @field_validator("address")
-    @classmethod
-    def _without_brackets(cls, address: str | None) -> str | None:
-        # A worker writes an IPv6 address as it got it from the prefill: without.
-        if address is not None and address.startswith("["):
-            return address[1:].replace("]:", ":", 1)
-        return address
 
     @model_validator(mode="after")
     def _is_one_name(self) -> "PeerName":

@@ -315,7 +315,7 @@ def _url(text: str) -> str:
 
 
 def _address(text: str) -> str:
-    """Return "host:port" as decoders write it: IPv6 without brackets."""
+    """Return "host:port"; decoders take IPv6 with and without brackets."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")

@@ -50,13 +50,6 @@ async def test_a_named_peer_is_released_on_every_rank(name: dict[str, str]):
     assert (second["result"], second["known"]) == ("unknown", [])
 
 
-@pytest.mark.parametrize("address", ["[fd00::7]:5600", "fd00::7:5600"])
-async def test_an_ipv6_address_is_named_with_or_without_brackets(address: str):
-    client = await client_of(Engine(Rank(peer("p", "fd00::7:5600"))))
-    answers = client.post(RELEASE, json={"address": address}).json()["ranks"]
-    assert [answer["result"] for answer in answers] == ["released"]
-
-
 async def test_all_data_parallel_engines_answer():
     busy = Rank(peer("p", "p:7000"))
     busy.deferred_for = 2

@@ -478,3 +478,9 @@ def test_gauges_are_reported_when_they_change_and_while_something_is_wrong(
         "deferred_peer_releases": 0,
     }
     assert setup.reported() == {}
+
+
+@pytest.mark.parametrize("written", ["[fd00::7]:5600", "fd00::7:5600"])
+def test_an_ipv6_address_is_known_with_and_without_brackets(setup: Setup, written: str):
+    setup.manager.connected("p", ["a"], "[fd00::7]:5600")
+    assert setup.manager.request_release(address=written) == ["p"]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from vllm.logger import init_logger
 
 from .agent import OpenTransfers
+from .handshake import address_of
 from .policy import (
     SUSPECT_AFTER_S,
     Peer,
@@ -392,6 +393,10 @@ class PeerManager:
         self, engine_id: str | None = None, address: str | None = None
     ) -> list[str]:
         """Have the peers released that an operator names; return their engine ids."""
+        if address is not None:
+            # An IPv6 address with or without brackets.
+            host, _, port = address.rpartition(":")
+            address = address_of(host, port)
         named = [
             peer
             for peer in self._table.peers()
