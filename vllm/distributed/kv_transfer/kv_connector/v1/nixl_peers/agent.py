@@ -26,8 +26,9 @@ HEARTBEAT = b"HB:"
 # not wait for those of a peer with millions of blocks.
 _UNSHARED = frozenset({"get_agent_metadata", "get_reg_descs", "get_xfer_descs"})
 # A NIXL call that hangs keeps the others out for so long, not for ever. Then they go
-# in beside it, as they do in a worker without this proxy.
-_PATIENCE_S = 1.0
+# in beside it, as they do in a worker without this proxy. On starved cores a sound call
+# was seen to take more than a second: NIXL waits for its own progress thread.
+_PATIENCE_S = 10.0
 
 
 class AgentObserver(Protocol):
