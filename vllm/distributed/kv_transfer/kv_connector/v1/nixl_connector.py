@@ -102,15 +102,16 @@ class NixlPeerStepMixin(PeerAdminMixin, PeerWorkerMixin):
 
     def get_transfer_results(self) -> "KVConnectorTransferResults":
         """Run the stock step, then one round of peer work."""
-        with self._step_lock:
-            if self._peers is None:
-                return super().get_transfer_results()
+        peers = self._peers
+        if peers is None:
+            return super().get_transfer_results()
+        with peers.lock:
             local_hits = self._take_local_hits() if self._failed_recv_reqs.queue else ()
             results = super().get_transfer_results()
             if local_hits:
                 results.finished_recving.update(local_hits)
-            self._last_step = now = self._peers.clock()
-            if now >= self._peers.next_round_at:
+            self._last_step = now = peers.clock()
+            if now >= peers.next_round_at:
                 self._run_round(now)
             return results
 
