@@ -23,11 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.agent import (
 )
 
 from .fake_nixl import FakeNixl
+from .gate import LONG, Gate, in_thread
 
 Lines = Callable[[str], list[str]]
 
-# Longer than any of these tests takes: it ends those that would hang.
-LONG = 30.0
 NO_IDS = np.array([])
 GONE = nixlRemoteDisconnectError("gone")
 
@@ -76,29 +75,6 @@ def setup() -> Iterator[Setup]:
     setup = Setup()
     yield setup
     assert setup.nixl.violations == []
-
-
-class Gate:
-    """Stops a call of the fake agent inside NIXL until it may go on."""
-
-    def __init__(self, nixl: FakeNixl, method: str):
-        self.inside = threading.Event()
-        self.go = threading.Event()
-        original = getattr(nixl, method)
-
-        def gated(*args: Any, **kwargs: Any) -> Any:
-            setattr(nixl, method, original)
-            self.inside.set()
-            assert self.go.wait(LONG)
-            return original(*args, **kwargs)
-
-        setattr(nixl, method, gated)
-
-
-def in_thread(call: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    return thread
 
 
 # -- One thread at a time ------------------------------------------------------------

@@ -16,13 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import agent, hands
 
 from .decoder import HOST, Decoder
 from .fake_nixl import PeerState
+from .gate import LONG, Gate, in_thread
 
 Lines = Callable[[str], list[str]]
 
 INTERVAL = 2.0
 FIRST_HEARTBEAT = 1.1 * INTERVAL
-# Longer than any of these tests takes: it ends those that would hang.
-LONG = 30.0
 
 
 # -- The engine's own id -------------------------------------------------------------
@@ -438,36 +437,18 @@ def test_it_still_notifies_a_peer_that_can_be_reached(decoder: Decoder):
 IN_PYTHON = "_validate_remote_agent_handshake"
 
 
-class Gate:
-    """Stops a method of an object until it may go on."""
-
-    def __init__(self, target: Any, method: str):
-        self.reached = threading.Event()
-        self.go = threading.Event()
-        original = getattr(target, method)
-
-        def gated(*args: Any, **kwargs: Any) -> Any:
-            self.reached.set()
-            assert self.go.wait(LONG)
-            return original(*args, **kwargs)
-
-        setattr(target, method, gated)
-
-
 def load_in_thread(decoder: Decoder, engine_id: str) -> threading.Thread:
     """Have another thread do the handshake with an engine."""
     decoder.prefills[engine_id] = [f"{engine_id}-agent"]
     decoder.worker._ensure_handshake(engine_id, HOST, 7000, 1)
-    thread = threading.Thread(target=decoder.run_handshakes)
-    thread.start()
-    return thread
+    return in_thread(decoder.run_handshakes)
 
 
 def test_a_step_does_not_wait_for_a_peer_to_be_loaded(decoder: Decoder):
     decoder.connect("p")
     gate = Gate(decoder.worker, IN_PYTHON)
     loader = load_in_thread(decoder, "big")
-    assert gate.reached.wait(LONG)
+    assert gate.inside.wait(LONG)
     decoder.read("r", "p")
     assert decoder.finished == ["r"]
     gate.go.set()
@@ -482,7 +463,7 @@ def test_a_step_goes_on_beside_a_nixl_call_that_never_returns(
     decoder.connect("p")
     gate = Gate(decoder.nixl, "add_remote_agent")
     loader = load_in_thread(decoder, "hangs")
-    assert gate.reached.wait(LONG)
+    assert gate.inside.wait(LONG)
     decoder.read("r", "p")
     assert decoder.finished == ["r"]
     assert len(lines("A NIXL call has not returned")) == 1
@@ -494,7 +475,7 @@ def test_two_peers_are_loaded_one_after_the_other(decoder: Decoder):
     """Stock's loading code is written for one handshake thread."""
     gate = Gate(decoder.worker, IN_PYTHON)
     first = load_in_thread(decoder, "first")
-    assert gate.reached.wait(LONG)
+    assert gate.inside.wait(LONG)
     second = load_in_thread(decoder, "second")
     decoder.step()
     assert "second-agent" not in decoder.nixl.peers

@@ -21,15 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import monitor, wor
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers.monitor import PeerMonitor
 
 from .decoder import HOST, Decoder
-from .fake_nixl import FakeNixl, PeerState
+from .fake_nixl import PeerState
+from .gate import LONG, Gate, in_thread
 from .worker_factory import make_connector
 
 Lines = Callable[[str], list[str]]
 
 INTERVAL = 2.0
 FIRST_HEARTBEAT = 1.1 * INTERVAL
-# For what must happen; nothing waits this long unless it fails.
-LONG = 60.0
 GONE = nixlRemoteDisconnectError("gone")
 THREAD = "vllm-nixl-peer-monitor"
 
@@ -41,12 +40,6 @@ def until(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline, "waited too long"
         threading.Event().wait(0.001)
     return value
-
-
-def in_thread(call: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    return thread
 
 
 def monitor_threads() -> list[threading.Thread]:
@@ -395,23 +388,6 @@ def test_a_nixl_error_while_draining_does_not_end_a_round(decoder: Decoder):
 
 
 # -- Two threads -------------------------------------------------------------------
-
-
-class Gate:
-    """Stops the next call of a method of the fake agent until it may go on."""
-
-    def __init__(self, nixl: FakeNixl, method: str):
-        self.inside = threading.Event()
-        self.go = threading.Event()
-        original = getattr(nixl, method)
-
-        def gated(*args: Any, **kwargs: Any) -> Any:
-            setattr(nixl, method, original)
-            self.inside.set()
-            assert self.go.wait(LONG)
-            return original(*args, **kwargs)
-
-        setattr(nixl, method, gated)
 
 
 @pytest.fixture
