@@ -3,6 +3,7 @@
 """What an operator sees of real servers, and does to them: metrics, list, release."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm_nixl_heartbeat.http import PATH
 KEY = "secret"
 INTERVAL = 1.0
 PREFIX = "vllm:nixl_"
+OPERATIONS = Path(__file__).parents[4] / "docs" / "operations"
 # What counts peer events; how many heartbeats there are depends on the machine.
 EVENTS = (
     "peer_heartbeats_failed_total",
@@ -183,3 +185,17 @@ async def test_an_operator_sees_and_steers_the_release(tmp_path: Path):
             return bool(decoder.log_lines(line))
 
         await operator.wait_until(is_logged, True)
+
+        # What the dashboard and the alerts ask for is what a real server has.
+        async with session.get(f"{decoder.url}/metrics") as response:
+            scraped = {
+                sample.name
+                for family in text_string_to_metric_families(await response.text())
+                for sample in family.samples
+            }
+        asked = {
+            name
+            for path in OPERATIONS.iterdir()
+            for name in re.findall(r"vllm:\w+", path.read_text())
+        }
+        assert asked and asked <= scraped, asked - scraped
