@@ -175,13 +175,16 @@ class Proxy:
 
         In push mode a prefill finds a decoder's blocks by the request's id.
         """
+        headers = {REQUEST_ID_HEADER: request_id}
+        if key := request.headers.get("Authorization"):
+            headers["Authorization"] = key
         for backend in pool.candidates(request.headers.get(header)):
             named[header] = backend.name
             try:
                 return await request.app[_SESSION].post(
                     f"{backend.url}/v1/completions",
                     json=body,
-                    headers={REQUEST_ID_HEADER: request_id},
+                    headers=headers,
                 )
             except aiohttp.ClientConnectionError as error:
                 backend.up = False

@@ -48,10 +48,6 @@ class FakeVllm:
         return web.json_response(answer)
 
     async def list_peers(self, request: web.Request) -> web.Response:
-        if os.environ.get("VLLM_API_KEY"):
-            key = f"Bearer {os.environ['VLLM_API_KEY']}"
-            if request.headers.get("Authorization") != key:
-                raise web.HTTPUnauthorized
         peers = [{"engine_id": engine} for engine in self.peers]
         return web.json_response({"ranks": [{"peers": peers}]})
 
@@ -72,7 +68,7 @@ class FakeVllm:
                         say(f"Released NIXL state for old remote engine {engine}")
 
     async def serve(self) -> None:
-        app = web.Application()
+        app = web.Application(middlewares=[ask_for_key])
         app.router.add_get("/health", self.health)
         app.router.add_get("/version", self.version)
         app.router.add_post("/v1/completions", self.completions)
@@ -83,6 +79,17 @@ class FakeVllm:
         await web.TCPSite(runner, "127.0.0.1", self.port).start()
         say("INFO 11-30 08:00:00 serving")
         await self.watch()
+
+
+@web.middleware
+async def ask_for_key(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Guards what vLLM guards, if there is a key."""
+    key = os.environ.get("VLLM_API_KEY")
+    given = request.headers.get("Authorization")
+    if key and request.path.startswith("/v1") and given != f"Bearer {key}":
+        raise web.HTTPUnauthorized
+    response: web.StreamResponse = await handler(request)
+    return response
 
 
 def say(line: str) -> None:
