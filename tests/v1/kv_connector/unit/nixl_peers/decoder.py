@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+from nixl._bindings import nixlRemoteDisconnectError
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlAgentMetadata,
@@ -170,6 +171,15 @@ class Decoder:
         for peer in self.nixl.peers.values():
             if not engine_ids or peer.name.removesuffix("-agent") in engine_ids:
                 peer.die()
+
+    def break_under_a_read(self, req_id: str = "r", engine_id: str = "p") -> None:
+        """Have a peer found unreachable while a read from it is in flight."""
+        self.connect(engine_id)
+        self.request(req_id, engine_id)
+        self.step()
+        self.nixl.raises["send_notif"] = [nixlRemoteDisconnectError("gone")]
+        self.steps(1.1 * self.worker._peers.interval)
+        assert self.states()[engine_id] == "unreachable"
 
     def release_all(self) -> None:
         """Let every connection break, and the heartbeats find it."""

@@ -190,12 +190,7 @@ def test_a_dead_peer_is_kept_while_a_read_is_in_flight(decoder: Decoder):
 def test_new_reads_from_a_peer_whose_release_is_deferred_fail_at_once(
     decoder: Decoder,
 ):
-    decoder.connect("p")
-    decoder.request("r", "p")
-    decoder.step()
-    decoder.nixl.raises["send_notif"] = [GONE]
-    decoder.steps(FIRST_HEARTBEAT)
-    assert decoder.states() == {"p": "unreachable"}
+    decoder.break_under_a_read()
     decoder.request("late", "p", blocks=(2,))
     decoder.step()
     assert decoder.failed == ["late"]
@@ -427,12 +422,7 @@ def test_what_a_release_logs(decoder: Decoder, lines: Lines):
 
 def test_leases_are_renewed_while_a_read_defers_the_release(decoder: Decoder):
     """Else the prefill could free the blocks under a read that still ends well."""
-    decoder.connect("p")
-    decoder.request("r", "p")
-    decoder.step()
-    decoder.nixl.raises["send_notif"] = [GONE]
-    decoder.steps(FIRST_HEARTBEAT)
-    assert decoder.states() == {"p": "unreachable"}
+    decoder.break_under_a_read()
     decoder.lease_heartbeat("p", "remote-r")
     decoder.step()
     assert decoder.nixl.peers["p-agent"].received == [b"HB:remote-r"]
@@ -682,12 +672,7 @@ def test_a_release_that_the_operator_asks_for_outlasts_a_read_that_finishes(
     decoder: Decoder,
 ):
     """Also of a peer that was unreachable before: it was answered that it goes."""
-    decoder.connect("p")
-    decoder.request("r", "p")
-    decoder.step()
-    decoder.nixl.raises["send_notif"] = [GONE]
-    decoder.steps(FIRST_HEARTBEAT)
-    assert decoder.states() == {"p": "unreachable"}
+    decoder.break_under_a_read()
     assert decoder.worker.release_peers("p")["result"] == "busy"
     decoder.nixl.finish_reads("p-agent")
     decoder.step()
