@@ -62,5 +62,5 @@ async def test_the_drill_runs_on_a_deployment_of_ones_own(tmp_path: Path):
         await runner.cleanup()
     assert drill.returncode == 0, output.decode()
     record = json.loads((tmp_path / "drill" / "record.json").read_text())
-    (killed,) = [f for f in record["faults"] if f["instance"] == "p2"]
+    (killed,) = [f for f in record["faults"] if f["instances"] == ["p2"]]
     assert killed["releases"].keys() == {"d1", "d2"}
