@@ -15,6 +15,11 @@ import pytest
 from tests.support.peers import Decoder, Prefill
 
 DURATION_S = 60.0
+# Done as well before it ends, however slow the machine is.
+DOES = collections.Counter(
+    {"good reads": 100, "kills": 3, "freezes": 3, "idle phases": 3}
+)
+AT_MOST_S = 300.0
 BLOCKS = 64
 PREFILLS = 3
 MAX_OPEN_READS = 4
@@ -128,7 +133,7 @@ class Stress:
         prefill.call("set_stepping", self.random.random() < 0.5)
 
     def run(self, seconds: float) -> None:
-        """Do random things for a while."""
+        """Do random things, for a while at least."""
         actions = {
             self.step: 200,
             self.read: 100,
@@ -137,8 +142,9 @@ class Stress:
             self.freeze: 1,
             self.change_pace: 2,
         }
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        start = time.monotonic()
+        while (took := time.monotonic() - start) < seconds or DOES - self.done:
+            assert took < AT_MOST_S, f"{self.done}\n{self.decoder.evidence()}"
             (action,) = self.random.choices(list(actions), list(actions.values()))
             action()
             time.sleep(0.002)
@@ -184,5 +190,3 @@ def test_everything_at_once(
     assert len(reported) == len(set(reported))
     # It was everything: the monitor has worked as well.
     assert MONITOR in decoder.agent.notifs
-    assert min(stress.done[key] for key in ("kills", "freezes", "idle phases")) >= 3
-    assert stress.done["good reads"] >= 100
