@@ -13,12 +13,13 @@ import zmq
 from tests.support.peers import Decoder, Prefill, RemotePrefill
 from tests.support.ports import free_port
 from tests.support.prefill_process import serve_side_channel
+from tests.support.waiting import SLACK_S
 
 INTERVAL = 0.5
 STOCK = 0
-RELEASED_WITHIN = 2 * INTERVAL + 1.0
+RELEASED_WITHIN = 2 * INTERVAL + SLACK_S
 HANDSHAKE_TIMEOUT_S = 5.0
-AT_ONCE = 1.0
+AT_ONCE = SLACK_S
 
 MakeDecoder = Callable[..., Decoder]
 StartPrefill = Callable[..., Prefill]

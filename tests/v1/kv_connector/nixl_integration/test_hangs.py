@@ -12,12 +12,12 @@ import pytest
 import zmq
 
 from tests.support.peers import Decoder, Prefill
-from tests.support.waiting import wait_until
+from tests.support.waiting import SLACK_S, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import manager, policy
 
 INTERVAL = 0.5
-AT_ONCE = 1.0
+AT_ONCE = SLACK_S
 
 MakeDecoder = Callable[..., Decoder]
 StartPrefill = Callable[..., Prefill]

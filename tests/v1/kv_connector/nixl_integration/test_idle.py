@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.fork_server import ForkServer
 from tests.support.peers import Decoder, Prefill
-from tests.support.waiting import wait_until
+from tests.support.waiting import SLACK_S, wait_until
 
 INTERVAL = 0.5
-RELEASED_WITHIN = 2 * INTERVAL + 1.0
+RELEASED_WITHIN = 2 * INTERVAL + SLACK_S
 MONITOR = "vllm-nixl-peer-monitor"
 # A day of a hundred decoders' heartbeats at the cap of 30 s, rounded up.
 DAY_OF_HEARTBEATS = 300_000
@@ -92,7 +92,7 @@ def test_shutdown_stops_the_monitor(
     start = time.monotonic()
     decoder.worker.shutdown()
 
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < SLACK_S
     assert monitors() == before
     assert not decoder.connected
     assert decoder.agent.violations == []
@@ -124,7 +124,7 @@ def test_shutdown_during_a_release(
     start = time.monotonic()
     decoder.worker.shutdown()
 
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < SLACK_S
     assert monitors() == []
     assert not decoder.connected
     assert decoder.agent.violations == []

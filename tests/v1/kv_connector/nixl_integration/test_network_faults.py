@@ -21,10 +21,11 @@ from tests.support.netns import (
     why_no_namespaces,
 )
 from tests.support.peers import Decoder, Prefill
+from tests.support.waiting import SLACK_S
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl_peers import manager, policy
 
 INTERVAL = 0.5
-RELEASED_WITHIN = 2 * INTERVAL + 1.0
+RELEASED_WITHIN = 2 * INTERVAL + SLACK_S
 
 MakeDecoder = Callable[..., Decoder]
 StartPrefill = Callable[..., Prefill]
