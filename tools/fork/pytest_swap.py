@@ -27,8 +27,14 @@ def pytest_configure() -> None:
         return
     stock = importlib.import_module(f"{_V1}.nixl")
     ours = importlib.import_module(f"{_V1}.nixl_connector")
-    _SWAPPED[stock.NixlPullConnector] = ours.NixlConnector
-    _SWAPPED[stock.NixlPullConnectorWorker] = ours.NixlConnectorWorker
+    _SWAPPED.update(
+        {
+            stock.NixlPullConnector: ours.NixlConnector,
+            stock.NixlPullConnectorWorker: ours.NixlConnectorWorker,
+            stock.NixlPushConnector: ours.NixlPushConnector,
+            stock.NixlPushConnectorWorker: ours.NixlPushConnectorWorker,
+        }
+    )
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{stock.__name__}."):
             for attribute in _stock_names(module):
