@@ -4,17 +4,8 @@
 
 from pathlib import Path
 
-import pytest
-
 import vllm.distributed.kv_transfer.kv_connector.v1 as package
 
 package.__path__.insert(
     0, str(Path(__file__).parent.joinpath(*package.__name__.split(".")))
 )
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option for runs by hand."""
-    parser.addoption(
-        "--long", action="store_true", help="push mode: more cycles, longer stress"
-    )
