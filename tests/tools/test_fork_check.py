@@ -15,6 +15,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlConnector,
     NixlConnectorWorker,
+    NixlPushConnector,
+    NixlPushConnectorWorker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
     NixlPullConnectorWorker,
@@ -26,6 +28,9 @@ def test_same_either_way(cls):
 
 def test_worker_of_connector():
     assert NixlConnector().worker == NixlConnectorWorker.kind
+
+def test_push_worker_of_connector():
+    assert NixlPushConnector().worker == NixlPushConnectorWorker.kind
 
 def test_stock_only():
     assert NixlConnectorWorker.kind == "stock"
@@ -52,16 +57,29 @@ class NixlPullConnector:
     worker = NixlPullConnectorWorker.kind
 NixlConnector = NixlPullConnector
 """
+PUSH = """
+class NixlPushConnectorWorker:
+    kind = "stock"
+class NixlPushConnector:
+    worker = NixlPushConnectorWorker.kind
+"""
 NIXL = """
 from .connector import NixlConnector, NixlPullConnector
 from .pull_worker import NixlPullConnectorWorker
+from .push import NixlPushConnector, NixlPushConnectorWorker
 NixlConnectorWorker = NixlPullConnectorWorker
 """
 OURS = """
 from .nixl import NixlPullConnector, NixlPullConnectorWorker
+from .nixl import NixlPushConnector as StockPush
+from .nixl import NixlPushConnectorWorker as StockPushWorker
 class NixlConnectorWorker(NixlPullConnectorWorker):
     kind = "ours"
 class NixlConnector(NixlPullConnector):
+    worker = "ours"
+class NixlPushConnectorWorker(StockPushWorker):
+    kind = "ours"
+class NixlPushConnector(StockPush):
     worker = "ours"
 """
 
@@ -82,6 +100,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(tree, {f"{package}/__init__.py": "" for package in packages})
     pull_worker = "class NixlPullConnectorWorker:\n    kind = 'stock'\n"
     write(tree, {f"{V1}/nixl/pull_worker.py": pull_worker})
+    write(tree, {f"{V1}/nixl/push.py": PUSH})
     write(tree, {f"{V1}/nixl/connector.py": CONNECTOR, f"{V1}/nixl/__init__.py": NIXL})
     write(tree, {f"{V1}/nixl_connector.py": OURS, f"{UNIT}/test_nixl_a.py": SUITE})
     return tree
@@ -99,6 +118,7 @@ def test_the_suites_run_on_the_stock_classes_or_on_ours(tree: Path) -> None:
         "test_same_either_way[NixlPullConnectorWorker]": "passed",
         "test_same_either_way[int]": "passed",
         "test_worker_of_connector": "passed",
+        "test_push_worker_of_connector": "passed",
         "test_stock_only": "passed",
         "test_no_pip_package": "passed",
         "test_skipped": "skipped",
