@@ -157,7 +157,7 @@ class Decoder:
         if now >= peers.next_round_at:
             peers.update_suspects(now)
             peers.send_due_heartbeats(self._agent, now)
-            for engine_id in peers.find_releasable((), ()):
+            if (engine_id := peers.find_releasable((), ())) is not None:
                 with peers.releasing(engine_id, 1):
                     lost_at = simulation.lost_at[engine_id]
                     simulation.release_s.append(now - lost_at)

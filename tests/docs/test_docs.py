@@ -251,7 +251,6 @@ def test_the_numbers_are_the_code_s():
         f"at once for {quarantine.MIN_QUARANTINE_S:.0f} s, doubling up to "
         f"{quarantine.MAX_QUARANTINE_S:.0f} s",
         f"sends at most {manager.MAX_SENDS_PER_ROUND} heartbeats",
-        f"releases at most {manager.MAX_RELEASES_PER_ROUND} peers",
     ):
         assert said in text, said
 

@@ -128,7 +128,7 @@ def test_a_step_sends_a_bounded_number_of_heartbeats(decoder: Decoder):
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_a_hundred_peers_that_die_at_once_are_released_two_a_round(
+def test_a_hundred_peers_that_die_at_once_are_released_one_a_round(
     decoder: Decoder, idle: bool
 ):
     for i in range(100):
@@ -136,11 +136,11 @@ def test_a_hundred_peers_that_die_at_once_are_released_two_a_round(
     decoder.kill()
     decoder.clock.now += 10 * INTERVAL
     run = decoder.idle_round if idle else decoder.step
-    for _ in range(50):
+    for _ in range(100):
         before = len(decoder.connected), len(decoder.nixl.called("send_notif"))
         run()
-        assert before[0] - len(decoder.connected) <= 2
-        assert len(decoder.nixl.called("send_notif")) - before[1] <= 2
+        assert before[0] - len(decoder.connected) <= 1
+        assert len(decoder.nixl.called("send_notif")) - before[1] <= 1
     assert decoder.connected == set()
 
 
@@ -348,6 +348,7 @@ def test_nothing_is_released_while_a_handshake_to_the_peer_runs(decoder: Decoder
     decoder.worker._handshake_futures["p"] = object()
     decoder.kill()
     decoder.steps(FIRST_HEARTBEAT)
+    decoder.step()
     # A handshake that hangs does not pin another peer's state.
     assert decoder.connected == {"p"}
     del decoder.worker._handshake_futures["p"]

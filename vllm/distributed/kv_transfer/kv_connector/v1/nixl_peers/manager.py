@@ -29,12 +29,9 @@ from .quarantine import Quarantine
 
 logger = init_logger(__name__)
 
-# Bounds of one round. A send takes about 5 us, so 32 (a TP-32 peer's worth) are
-# negligible in a step; one that fails takes 0.2 ms, since NIXL prints a line; a release
-# takes up to a millisecond.
+# A send takes about 5 us, so 32 (a TP-32 peer's worth) are negligible in a step. One
+# that fails, and a release, take up to milliseconds: a round waits for one of each.
 MAX_SENDS_PER_ROUND = 32
-MAX_FAILURES_PER_ROUND = 2
-MAX_RELEASES_PER_ROUND = 2
 # Suspects are looked for this often: a look costs as much as there are transfers
 # older than a minute.
 _SUSPECT_SCAN_S = 1.0
@@ -118,14 +115,12 @@ class PeerManager:
             self.next_round_at = min(table.next_due, self._next_scan)
 
     def send_due_heartbeats(self, agent: HeartbeatSender, now: float) -> bool:
-        """Send the heartbeats that are due, a bounded number; return if some are left.
+        """Send due heartbeats, up to a failure or a bound; return if some are left.
 
         A failure is judged where it is raised, in :meth:`failed`.
         """
         sends = failures = 0
-        while self._table.next_due <= now:
-            if sends >= MAX_SENDS_PER_ROUND or failures >= MAX_FAILURES_PER_ROUND:
-                break
+        while sends < MAX_SENDS_PER_ROUND and not failures:
             peer = self._table.take_due(now)
             if peer is None:
                 break
@@ -162,8 +157,8 @@ class PeerManager:
 
     def find_releasable(
         self, busy: Collection[str], handshaking: Collection[str]
-    ) -> list[str]:
-        """Return the engines to release now, a bounded number.
+    ) -> str | None:
+        """Return an engine to release now, or None.
 
         Never one with a transfer in flight, not even on a timer: releasing does not
         cancel a transfer, and its late data would land in blocks that belong to
@@ -174,7 +169,7 @@ class PeerManager:
             handshaking: Engines that a handshake is running with.
 
         """
-        releasable: list[str] = []
+        releasable: str | None = None
         in_flight = self._transfers.count()
         for peer in list(self._table.releases.values()):
             release = peer.release
@@ -191,8 +186,8 @@ class PeerManager:
                         peer.engine_id,
                         self._release_context(peer, release),
                     )
-            elif len(releasable) < MAX_RELEASES_PER_ROUND:
-                releasable.append(peer.engine_id)
+            elif releasable is None:
+                releasable = peer.engine_id
         return releasable
 
     # -- Coming and going --------------------------------------------------------

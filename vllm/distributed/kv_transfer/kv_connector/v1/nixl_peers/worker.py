@@ -212,18 +212,19 @@ class PeerWorkerMixin(_StockWorker):
         return self._engines_with_inflight_transfers()
 
     def _release_unreachable_remote_engines(self) -> bool:
-        """Release peers that are to go, a bounded number; return if there were any.
+        """Release a peer that is to go; return whether there was one.
 
         Never one with a transfer in flight, nor while a handshake with it runs. If
-        there were any, the caller looks again: others may be left.
+        there was one, the caller looks again: others may be left.
         """
         assert self._peers is not None
-        releasable = self._peers.find_releasable(
+        engine_id = self._peers.find_releasable(
             self._engines_in_use(), self._handshake_futures
         )
-        for engine_id in releasable:
-            self._cleanup_remote_engine(engine_id, log_eviction=False)
-        return bool(releasable)
+        if engine_id is None:
+            return False
+        self._cleanup_remote_engine(engine_id, log_eviction=False)
+        return True
 
     def _cleanup_remote_engine(
         self, engine_id: str, *, log_eviction: bool = True
